@@ -294,8 +294,8 @@ def _stack(
     slot, fixed = _cache_bytes(layer, mesh, axis_rules, dtype)
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     return Stack(
-        matrices=sum(local(p) for p in specs if p.is_linear),
-        vectors=sum(local(p) for p in specs if not p.is_linear),
+        matrices=sum(local(p) for p in specs if p.is_linear or p.is_map),
+        vectors=sum(local(p) for p in specs if not (p.is_linear or p.is_map)),
         width=width,
         embed=0 if embed is None else local(embed),
         head=0 if head is None else local(head),

@@ -12,6 +12,7 @@ from support import eagle_heads, mtp_modules
 from support.decoders import prefill, propose, rule
 from support.tiny_models import (
     BAMBA,
+    DEEPSEEK_TARGET,
     LLAMA,
     MAMBA2,
     QWEN35,
@@ -53,6 +54,7 @@ SYSTEMS = {
     "deferred": deferred,
     "scanned": lambda: of_models(dataclasses.replace(LLAMA, scan_layers=True), LLAMA),
     "bamba": lambda: plain(BAMBA, {"target": random_weights(BAMBA)}),
+    "deepseek": lambda: plain(DEEPSEEK_TARGET, {"target": random_weights(DEEPSEEK_TARGET)}),
     "qwen3.5": lambda: plain(QWEN35, {"target": random_weights(QWEN35)}),
     "bamba, mamba-2": lambda: of_models(BAMBA, MAMBA2),
     "mamba-2, bamba": lambda: of_models(MAMBA2, BAMBA),
@@ -66,9 +68,9 @@ def committed(state):
     def read(node):
         if not is_cache(node):
             return np.asarray(node)
-        (keys, values, length), B = node.snapshot(), len(node.length)
+        (*arrays, length), B = node.snapshot(), len(node.length)
         cut = lambda x: [np.asarray(x)[b, :, : int(length[b])] for b in range(B)]
-        return [cut(x) for x in (*keys, *values)], np.asarray(length)
+        return [cut(x) for x in jax.tree.leaves(arrays)], np.asarray(length)
 
     return jax.tree.map(read, state, is_leaf=is_cache)
 

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.meshes import mesh
-from support.tiny_models import BAMBA, LLAMA, MAMBA2, QWEN35, TINY, random_tokens, random_weights
+from support.tiny_models import (
+    BAMBA,
+    DEEPSEEK_TARGET,
+    LLAMA,
+    MAMBA2,
+    QWEN35,
+    TINY,
+    random_tokens,
+    random_weights,
+)
 
 from spec_jax.errors import ShapeError, SnapshotError
 from spec_jax.meshes import use_mesh
@@ -27,9 +36,12 @@ LENGTHS = np.array([5, 2, 1])
 K = 3
 SLOTS = 16
 KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA, "delta": QWEN35}
+KINDS["latent"] = DEEPSEEK_TARGET
 STATES = {name: KINDS[name] for name in ("state", "hybrid", "delta")}
 of_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 of_state_kind = pytest.mark.parametrize("config", STATES.values(), ids=STATES)
+OTHERS = {name: config for name, config in KINDS.items() if name != "attention"}
+of_other_kind = pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -171,7 +183,7 @@ def test_mutation_padding_fed_into_the_state_is_caught(config, name):
     assert_other_state(config, with_part(clean, name, padded), clean)
 
 
-@of_state_kind
+@of_other_kind
 def test_a_window_that_several_passes_fill_is_one_window(config):
     """Draft steps, each after the ones before, at offsets that are traced."""
     window, n = random_tokens(3, K + 1, seed=2), jnp.array([3, 4, 0])
@@ -210,7 +222,7 @@ PATHS = [[0, 1, 4, 5], [0, 2, 0, 0], [0, 1, 3, 0]]  # one a row, of which so man
 ON_PATH = np.array([4, 2, 3])
 
 
-@of_state_kind
+@of_other_kind
 def test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain(config):
     """Outputs of every node on it, and the state that committing it leaves."""
     nodes = random_tokens(3, 6, seed=4)
@@ -410,7 +422,7 @@ def test_a_state_of_another_shape_is_refused(config):
         filled(config).restore_from_snapshot(filled(config, batch=3).snapshot())
 
 
-@of_state_kind
+@of_other_kind
 def test_a_row_put_in_replaces_that_row_alone(config):
     cache, one = filled(config, batch=3), filled(config, batch=1)
     mixed = jax.jit(type(cache).insert_row)(cache, 1, one)

@@ -99,7 +99,7 @@ def drawn(directory, family, config):
     has_centred = family.startswith(("Qwen3_5", "Qwen3Next"))
     is_centred = lambda name: has_centred and name.endswith("norm.weight")
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in model.state_dict().items():  # a router's bias is no parameter
             weight.copy_(torch.from_numpy(random_tensor(name, tuple(weight.shape), 0)))
             if is_centred(name) and "linear_attn" not in name:
                 weight -= 1  # a factor near one, as in the others
@@ -165,6 +165,15 @@ EXPERTS |= dict(num_key_value_heads=2, num_experts=9, num_experts_per_tok=2)
 EXPERTS |= dict(moe_intermediate_size=8, norm_topk_prob=True)
 ODD_EXPERTS = dict(EXPERTS, num_experts=5, num_experts_per_tok=5, norm_topk_prob=False)
 ODD_EXPERTS |= dict(attention_bias=True, tie_word_embeddings=True)
+LATENT = dict(num_hidden_layers=3, intermediate_size=20, num_attention_heads=4, q_lora_rank=9)
+LATENT |= dict(kv_lora_rank=7, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+LATENT |= dict(num_key_value_heads=4, n_routed_experts=12, moe_intermediate_size=8)
+LATENT |= dict(num_experts_per_tok=3, n_group=4, topk_group=2, first_k_dense_replace=1)
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=32)
+YARN |= dict(mscale=0.7, mscale_all_dim=1.2)
+ODD_LATENT = dict(LATENT, q_lora_rank=None, v_head_dim=11, rope_parameters=YARN, n_group=1)
+ODD_LATENT |= dict(topk_group=1, norm_topk_prob=False, n_shared_experts=2, attention_bias=True)
+ODD_LATENT |= dict(num_hidden_layers=2, num_experts_per_tok=1, tie_word_embeddings=True)
 STATES_AND_EXPERTS = {
     "usual": ("Mamba2", MAMBA2),
     "odd": ("Mamba2", ODD),
@@ -177,6 +186,8 @@ STATES_AND_EXPERTS = {
     "odd delta by key head": ("Qwen3Next", ODD_NEXT),
     "experts": ("Qwen3Moe", EXPERTS),
     "odd experts": ("Qwen3Moe", ODD_EXPERTS),
+    "latents, groups of experts": ("DeepseekV3", LATENT),
+    "odd latents, one expert, yarn": ("DeepseekV3", ODD_LATENT),
 }
 CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}  # others: name and Config
 

@@ -44,6 +44,13 @@ _DEEPSEEK |= dict(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head
 _DEEPSEEK |= dict(n_routed_experts=6, moe_intermediate_size=6, num_experts_per_tok=2)
 _DEEPSEEK |= dict(n_shared_experts=1, n_group=3, topk_group=2)
 DEEPSEEK = DeepseekConfig(**_DEEPSEEK)
+DEEPSEEK_TARGET = dataclasses.replace(
+    DEEPSEEK,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    intermediate_size=24,
+    moe_intermediate_size=8,
+)
 _QWEN3_NEXT = dict(vocab_size=31, hidden_size=16, num_attention_heads=4, num_key_value_heads=2)
 _QWEN3_NEXT |= dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
 _QWEN3_NEXT |= dict(shared_expert_intermediate_size=10, partial_rotary_factor=0.5)
@@ -81,7 +88,7 @@ QWEN3_MOE = Qwen3MoeConfig(
 QWEN3_NEXT_TARGET = dataclasses.replace(
     QWEN3_NEXT, num_hidden_layers=2, moe_intermediate_size=8, **_DELTA
 )
-SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE, QWEN3_NEXT_TARGET)
+SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE, QWEN3_NEXT_TARGET, DEEPSEEK_TARGET)
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 STATE_FAMILIES = (MAMBA2, BAMBA, QWEN35)
 

@@ -1,6 +1,6 @@
 """The cache of a model whose layers differ in what they keep: groups of equal layers.
 
-A group is a cache by itself, ``KVCache`` or ``StateCache``: it has the methods of
+A group is a cache by itself, ``KVCache``, ``LatentCache`` or ``StateCache``: it has the methods of
 ``contracts.Cache``, and ``parts`` and ``with_parts`` for snapshots. So a model with one group has
 that as its cache, and each layer only ever sees its own group.
 """

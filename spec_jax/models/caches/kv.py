@@ -222,18 +222,19 @@ class KVCache:
           values: dtype[B,G,T,H].
           start: i32[B], the first slot to write in each row.
         """
+        into = lambda caches, new: self._put(caches, layer, new, start)
+        return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
+
+    def _put(self, caches, layer, new, start):
+        """Keys or values of all layers, with new slots of one."""
         axes = self._array_axes
         put = by_shard(put_rows, (axes, axes, P("batch"), P()), axes)
-
-        def into(caches, new):
-            if self.is_stacked:
-                return put(caches, new[None], start, jnp.int32(layer))
-            index = layer if len(caches) > 1 else 0
-            shape = (*caches[index].shape[:-2], *new.shape[-2:])
-            cache = put(caches[index], new.reshape(shape), start, jnp.int32(0))
-            return (*caches[:index], cache, *caches[index + 1 :])
-
-        return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
+        if self.is_stacked:
+            return put(caches, new[None], start, jnp.int32(layer))
+        index = layer if len(caches) > 1 else 0
+        shape = (*caches[index].shape[:-2], *new.shape[-2:])
+        cache = put(caches[index], new.reshape(shape), start, jnp.int32(0))
+        return (*caches[:index], cache, *caches[index + 1 :])
 
     def attend(
         self,

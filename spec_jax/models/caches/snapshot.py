@@ -76,8 +76,8 @@ class CacheSnapshot(NamedTuple):
 
     Attributes:
       groups: the arrays of each group of layers by name, one a layer: "keys" and "values" as in
-        ``KVCacheSnapshot``; "ssm", f32[B,N,H,Z], and "conv", dtype[B,R-1,C], the latest inputs of
-        the convolution.
+        ``KVCacheSnapshot``, or of latent attention "keys" alone, dtype[B,1,S,C]; "ssm",
+        f32[B,N,H,Z], and "conv", dtype[B,R-1,C], the latest inputs of the convolution.
       seq_len: i32[B], tokens fed.
     """
 

@@ -1,7 +1,8 @@
-"""DeepSeek-V3's decoder layer: latent attention, then a dense part or a mixture of experts.
+"""DeepSeek-V3, R1 and V3.1, and Kimi-K2: latent attention, then a dense part or experts.
 
-The cache holds full keys and values of N heads, not latents. The few passes of a draft then cost
-as much as any other layer's, and a slot holds N * (key width + value width) numbers.
+A cache holds the latent and the rotary key of a token alone. Over it queries are mapped into the
+latents' space, and results out of it, so no token's keys and values are expanded. Whole sequences
+are attended over with expanded keys and values, which are narrower.
 
 Source: DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2.
 """
@@ -16,15 +17,24 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from spec_jax.contracts import Cache
 from spec_jax.errors import ConfigError
-from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported
-from spec_jax.models.config import EPS_RANGE, RopeConfig, from_fields
-from spec_jax.models.families.registry import Family, register
+from spec_jax.models import layers
+from spec_jax.models.caches.latent import LatentCache
+from spec_jax.models.checks import (
+    check_fields,
+    check_ranges,
+    check_sizes,
+    check_stop_tokens,
+    check_supported,
+)
+from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
+from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, gated, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec
+from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec, outer_specs
+from spec_jax.sharding import constrain, repeat_heads
 from spec_jax.show.summary import short_repr
 
 _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
@@ -32,10 +42,10 @@ _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekConfig:
-    """The shape of DeepSeek-V3 layers, all alike. Field names are Hugging Face's.
+    """The shape of a DeepSeek-V3 model. Field names are Hugging Face's.
 
-    ``n_routed_experts`` is None for dense layers, and ``q_lora_rank`` is None if queries have no
-    latent.
+    The first ``first_k_dense_replace`` layers are dense; all of them if ``n_routed_experts`` is
+    None. ``q_lora_rank`` is None if queries have no latent.
     """
 
     vocab_size: int
@@ -61,7 +71,12 @@ class DeepseekConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
     rope: RopeConfig = RopeConfig()
+    first_k_dense_replace: int = 0
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
 
+    num_key_value_heads: ClassVar[int] = 1  # of a cache: one latent serves all query heads
     scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
@@ -89,8 +104,15 @@ class DeepseekConfig:
         for name in ("n_group", "topk_group"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, 1)
-        if not self.is_sparse:
+        if self.first_k_dense_replace < 0:
+            raise ConfigError(
+                f"first_k_dense_replace is {self.first_k_dense_replace}; expected 0 or more layers"
+            )
+        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
+        check_stop_tokens(self.eos_token_id, self.vocab_size)
+        if self.num_dense_layers:
             check_sizes(self, "intermediate_size")
+        if not self.is_sparse:
             return
         check_sizes(
             self,
@@ -115,13 +137,19 @@ class DeepseekConfig:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the layers have a mixture of experts."""
+        """Whether any layers have a mixture of experts."""
         return self.n_routed_experts is not None
 
     @property
-    def num_key_value_heads(self) -> int:
-        """G, in the cache: every query head has keys and values."""
-        return self.num_attention_heads
+    def num_dense_layers(self) -> int:
+        """How many layers have none; they come first."""
+        L = self.num_hidden_layers
+        return min(self.first_k_dense_replace, L) if self.is_sparse else L
+
+    @property
+    def latent_dim(self) -> int:
+        """The width of a slot of the cache: a latent and a rotary key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -148,34 +176,46 @@ class DeepseekConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> DeepseekConfig:
-        """Reads the sparse layers of a parsed config.json, those past ``first_k_dense_replace``.
+        """Builds the config from a parsed config.json.
 
         Raises:
-          ConfigError: an activation or a router is not supported, or a field is missing.
+          ConfigError: an activation or a router is not supported, or a field is missing or wrong.
         """
-        check_supported(
-            hf, hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
-        )
+        check_supported(hf, hidden_act="silu", moe_layer_freq=1, qk_layernorm=False)
+        check_supported(hf, scoring_func="sigmoid", topk_method="noaux_tc")
         return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of config.json that ``from_hf`` and transformers read."""
+        """Returns the config.json that transformers loads as the same model."""
         hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None and n != "rope"}
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-        return (
-            hf
-            | (router if self.is_sparse else {})
-            | {
-                "rope_parameters": self.rope.to_hf(),
-                "model_type": "deepseek_v3",
-                "hidden_act": "silu",
-                "architectures": ["DeepseekV3ForCausalLM"],
-            }
-        )
+        return {
+            **hf,
+            **(router if self.is_sparse else {}),
+            "first_k_dense_replace": self.num_dense_layers,
+            "num_key_value_heads": self.num_attention_heads,  # of expanded keys
+            "q_lora_rank": self.q_lora_rank,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos_spelling(self.eos_token_id),
+            "rope_parameters": self.rope.to_hf(),
+            "model_type": "deepseek_v3",
+            "hidden_act": "silu",
+            "architectures": ["DeepseekV3ForCausalLM"],
+        }
 
 
-def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
-    """Returns the declared weights of one layer."""
+def layer_tables(config: DeepseekConfig) -> list[dict[str, ParamSpec]]:
+    """Returns the declared weights of every layer."""
+    own, hf = _attention_table(config), "model.layers.{i}.mlp"
+    dense, sparse = config.num_dense_layers, config.num_hidden_layers - config.num_dense_layers
+    tables = []
+    if dense:
+        tables += [own | gated_specs("", hf, config.hidden_size, config.intermediate_size)] * dense
+    return tables + ([own | mlp_table(config)] * sparse if sparse else [])
+
+
+def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
+    """The weights of attention, and both norms of its layer."""
     D, N, prefix = config.hidden_size, config.num_attention_heads, "model.layers.{i}."
     table: dict[str, ParamSpec] = {}
 
@@ -198,22 +238,28 @@ def layer_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
     project("kv_a", D, rank + rope, ("embed", "latent"), "kv_a_proj_with_mqa", bias)
     norm("kv_a_norm", rank, "latent", "self_attn.kv_a_layernorm")
     width = config.qk_nope_head_dim + config.v_head_dim
-    project("kv_b", rank, N * width, ("latent", "heads"), "kv_b_proj")
+    # As files hold it: the part of each head is then a matrix, for either side of attention.
+    table["kv_b"] = ParamSpec(
+        (N * width, rank), ("heads", "latent"), f"{prefix}self_attn.kv_b_proj.weight", is_map=True
+    )
     project("o", N * config.v_head_dim, D, ("heads", "embed"), "o_proj", bias)
     norm("mlp_norm", D, "embed", "post_attention_layernorm")
-    return table | _mlp_table(config, f"{prefix}mlp")
+    return table
 
 
-def _mlp_table(config: DeepseekConfig, hf: str) -> dict[str, ParamSpec]:
+def mlp_table(config: Any) -> dict[str, ParamSpec]:
+    """Returns the weights of ``mlp``, without its norm."""
     D, X, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    if not config.is_sparse:
-        return gated_specs("", hf, D, config.intermediate_size)
+    hf = "model.layers.{i}.mlp"
+    # Biases that move a choice differ by less than a short float resolves.
+    bias = ParamSpec(
+        (X,), ("experts",), f"{hf}.gate.e_score_correction_bias", init="zeros", dtype="float32"
+    )
     table = {
         "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
-        "router_bias": ParamSpec(
-            (X,), ("experts",), f"{hf}.gate.e_score_correction_bias", init="zeros"
-        ),
-    } | experts_table(f"{hf}.experts", X, D, F)
+        "router_bias": bias,
+        **experts_table(f"{hf}.experts", X, D, F),
+    }
     if config.n_shared_experts:
         width = F * config.n_shared_experts
         table |= gated_specs("shared_", f"{hf}.shared_experts", D, width)
@@ -230,42 +276,66 @@ def _turn(x_BTNH: jax.Array, window: Window, config: DeepseekConfig) -> jax.Arra
 def attention(
     layer: dict[str, jax.Array],
     x_BTD: jax.Array,
-    cache: KVCache | None,
+    cache: Cache | None,
     index: int,
     window: Window,
     config: DeepseekConfig,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Cache | None]:
     """Applies latent attention to normalised inputs, without the residual.
 
     Args and Returns are those of ``layers.attention``.
     """
     B, T, _ = x_BTD.shape
-    N, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+    nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
     if config.q_lora_rank is None:
         q = linear(x_BTD, layer, "q")
     else:
         q = rms_norm(linear(x_BTD, layer, "q_a"), layer["q_a_norm"], _LATENT_EPS)
         q = linear(q, layer, "q_b")
-    q = q.reshape(B, T, N, config.key_dim)
-    q = jnp.concatenate([q[..., :nope], _turn(q[..., nope:], window, config)], axis=-1)
+    q = constrain(q.reshape(B, T, -1, config.key_dim), "batch", None, "heads", None)
+    q = q[..., :nope], _turn(q[..., nope:], window, config)
     latent = linear(x_BTD, layer, "kv_a")
     turned = _turn(latent[:, :, None, rank:], window, config)  # one key for all heads
     latent = rms_norm(latent[..., :rank], layer["kv_a_norm"], _LATENT_EPS)
-    kv = linear(latent, layer, "kv_b").reshape(B, T, N, nope + config.v_head_dim)
-    turned = jnp.broadcast_to(turned, (B, T, N, config.qk_rope_head_dim))
-    k = jnp.concatenate([kv[..., :nope], turned], axis=-1).transpose(0, 2, 1, 3)
-    v = kv[..., nope:].transpose(0, 2, 1, 3)
+    attend = _attend_latents if isinstance(cache, LatentCache) else _attend_expanded
     with jax.named_scope("attention"):
-        out, cache = attend_window(q, k, v, cache, index, window, scale=config.attention_scale)
+        out, cache = attend(layer["kv_b"], q, latent, turned, cache, index, window, config)
         return linear(out, layer, "o"), cache
 
 
-def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: DeepseekConfig) -> jax.Array:
-    """Applies the feed-forward part, dense or of experts, with its norm and residual."""
+def _attend_expanded(kv_b, q, latent, turned, cache, index, window, config):
+    """Attention over keys and values of every head, as each token's latent makes them."""
+    (B, T, N, _), nope = q[0].shape, config.qk_nope_head_dim
+    kv = jnp.einsum("btr,hr->bth", latent, kv_b).reshape(B, T, N, -1)
+    turned = jnp.broadcast_to(turned, (B, T, N, config.qk_rope_head_dim))
+    k = jnp.concatenate([kv[..., :nope], turned], axis=-1).transpose(0, 2, 1, 3)
+    v = kv[..., nope:].transpose(0, 2, 1, 3)
+    q, scale = jnp.concatenate(q, axis=-1), config.attention_scale
+    return attend_window(q, k, v, cache, index, window, scale=scale)
+
+
+def _attend_latents(kv_b, q, latent, turned, cache, index, window, config):
+    """The same over a cache of latents: the map to keys is applied to the queries, and that to
+    values to the results.
+
+    Both take the whole map, with zeros for the other one's part: of a slice a CPU makes a copy.
+    """
+    (B, T, N, _), nope, rank = q[0].shape, config.qk_nope_head_dim, config.kv_lora_rank
+    kv_b = kv_b.reshape(N, nope + config.v_head_dim, rank)
+    padded = jnp.pad(q[0], [(0, 0)] * 3 + [(0, config.v_head_dim)])
+    q = jnp.concatenate([jnp.einsum("btnh,nhr->btnr", padded, kv_b), q[1]], axis=-1)
+    k = jnp.concatenate([latent[:, :, None], turned], axis=-1).transpose(0, 2, 1, 3)
+    k = repeat_heads(k, axis=1)
+    out, cache = cache.attend(q, k, None, index, window, config.attention_scale)
+    out = out.reshape(B, T, N, -1)[..., :rank]
+    out = jnp.einsum("btnr,nhr->btnh", out, kv_b)[..., nope:]
+    return out.reshape(B, T, -1), cache
+
+
+def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array:
+    """Applies the experts and the shared ones, with their norm and residual."""
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
-        if not config.is_sparse:
-            return x_BTD + gated(layer, h)
         logits = h.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
         weights = route_in_groups(
             logits,
@@ -280,12 +350,29 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: DeepseekConfig) -
         return x + gated(layer, h, "shared_") if config.n_shared_experts else x
 
 
+_DENSE, _SPARSE = (
+    LayerKind(pre_norm_layer(attention, feed), LatentCache.create) for feed in (layers.mlp, mlp)
+)
+
+
+def _kinds(config):
+    dense = config.num_dense_layers
+    return [_DENSE] * dense + [_SPARSE] * (config.num_hidden_layers - dense)
+
+
+def one_sparse_layer(config: DeepseekConfig) -> DeepseekConfig:
+    """Returns the config of the layer of an MTP module."""
+    return dataclasses.replace(config, num_hidden_layers=1, first_k_dense_replace=0)
+
+
 register(
     Family(
         config=DeepseekConfig,
-        model_types=("deepseek_v3",),
-        layer=pre_norm_layer(attention, mlp),
-        layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
+        model_types=("deepseek_v3", "kimi_k2"),
+        kinds=_kinds,
+        layer_tables=layer_tables,
+        outer_table=outer_specs,
+        module_layer=one_sparse_layer,
         mtp_formats=("DeepSeek",),
     )
 )

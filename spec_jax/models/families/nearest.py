@@ -24,6 +24,7 @@ _BY_KEY = {  # what a key asks for, unless its value changes nothing; no family 
         "moe_num_experts",
     ): "a mixture of experts in place of the MLP",
     ("kv_lora_rank",): "multi-head latent attention",
+    ("index_topk",): "an indexer that chooses the tokens that are attended over",
     ("linear_num_key_heads", "linear_attn_config"): "layers of linear attention",
     ("attn_logit_softcapping", "final_logit_softcapping"): "soft caps on logits",
     ("query_pre_attn_scalar",): "an attention scale that is not 1 / sqrt(head_dim)",
@@ -51,12 +52,15 @@ _BY_TYPE = {  # what neither keys nor tensors show, by the beginning of the mode
     "glm": "rotary positions of interleaved pairs",
 }
 _EXPERTS = "a mixture of experts in place of the MLP"
+_LATENT = "multi-head latent attention"
 _DELTA = (
     "layers of linear attention",
     "layers of linear_attention",
     "images or sound beside the text",
 )
 _HELD = {  # what supported families have of these
+    "deepseek_v3": (_EXPERTS, _LATENT),
+    "kimi_k2": (_EXPERTS, _LATENT),
     "qwen3_moe": (_EXPERTS,),
     "qwen3_next": (_EXPERTS, *_DELTA[:2]),
     "qwen3_5": _DELTA,
@@ -95,6 +99,13 @@ _SMALL = {  # a model of any family, to see the names of its tensors
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
     "eos_token_id": 1,
     "sliding_window": None,
 }

@@ -1,0 +1,89 @@
+"""The cache of latent attention: one latent and one rotary key a token, for all query heads.
+
+A slot's key is [latent | rotary key], and its value is that key's beginning, so both products of
+attention take the same array and nothing is stored twice.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from spec_jax.models.attention import MIN_SLOTS
+from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
+from spec_jax.sharding import ambient, head_copies
+
+
+@flax.struct.dataclass
+class LatentCache(KVCache):
+    """A ``KVCache`` of one head whose values are its keys; ``values`` is None.
+
+    Attention's result is as wide as a key: what stands past the latent's width is to be left out.
+    """
+
+    @classmethod
+    def create(
+        cls,
+        config: Any,
+        batch: int,
+        slots: int,
+        dtype: DTypeLike = jnp.float32,
+        num_layers: int | None = None,
+    ) -> LatentCache:
+        """Creates an empty cache for ``batch`` rows of ``slots`` tokens.
+
+        Args:
+          config: of the model; ``latent_dim`` is the width of a slot.
+          batch: B.
+          slots: S.
+          dtype: of the latents and rotary keys.
+          num_layers: number of layers that attend; by default all layers of the model.
+        """
+        L = config.num_hidden_layers if num_layers is None else num_layers
+        copies = head_copies("kv_heads", 1)
+        rows = (batch * copies,) if ambient() is None else (batch, copies)
+        shape = (*rows, slots, config.latent_dim)
+        keys = tuple(jnp.zeros(shape, dtype) for _ in range(L))
+        # In blocks both products take a block that was read once, and no slot past the longest row.
+        attention = "auto" if slots < MIN_SLOTS else "xla"
+        length = jnp.zeros((batch,), jnp.int32)
+        return cls(keys, None, length, attention=attention, head_copies=copies)
+
+    def axes(self) -> LatentCache:
+        """The logical axes of the arrays, see ``sharding``."""
+        return super().axes().replace(values=None)
+
+    def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys of one layer, which are its values too."""
+        keys = self.keys[index if len(self.keys) > 1 else 0]
+        return keys, keys
+
+    def write(
+        self, layer: int | jax.Array, keys: jax.Array, values: None, start: jax.Array
+    ) -> LatentCache:
+        """Writes T new slots per row, see ``KVCache.write``; ``values`` is None."""
+        return self.replace(keys=self._put(self.keys, layer, keys, start))
+
+    def parts(self) -> dict[str, tuple[jax.Array, ...]]:
+        """Returns copies of the keys, one ``dtype[B,1,S,C]`` a layer, for a snapshot."""
+        return {"keys": tuple(map(jnp.copy, self._by_layer(self.keys)))}
+
+    def snapshot(self) -> CacheSnapshot:
+        """Returns a copy that outlives the cache; ``restore_from_snapshot`` is the inverse."""
+        return CacheSnapshot((self.parts(),), jnp.copy(self.length))
+
+    def restore_from_snapshot(self, snapshot: CacheSnapshot) -> LatentCache:
+        """Returns the cache as it was when the snapshot was taken.
+
+        Raises:
+          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
+        """
+        check_fits(snapshot, jax.eval_shape(self.snapshot))
+        return self.with_parts(snapshot.groups[0], snapshot.seq_len)
