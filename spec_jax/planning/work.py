@@ -147,7 +147,8 @@ class Stack:
       num_reduced: how many products those are.
       slot_bytes: the cache's bytes for one slot of a row.
       fixed_bytes: the cache's bytes for a row that do not grow with its slots.
-      queries: query heads per key-value head.
+      queries: query heads per key-value head, times how many products take each number of a slot:
+        one, or of latents both. Their second read is not counted: in blocks it is of the chip.
     """
 
     matrices: int = 0
@@ -293,6 +294,7 @@ def _stack(
     vocab = 0 if head is None else _local(head.axes[1:], head.shape[1:], mesh, axis_rules, counts)
     slot, fixed = _cache_bytes(layer, mesh, axis_rules, dtype)
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
+    uses = getattr(layer, "products_per_slot", 1)
     return Stack(
         matrices=sum(local(p) for p in specs if p.is_linear or p.is_map),
         vectors=sum(local(p) for p in specs if not (p.is_linear or p.is_map)),
@@ -305,5 +307,5 @@ def _stack(
         num_reduced=len(summed),
         slot_bytes=slot,
         fixed_bytes=fixed,
-        queries=heads / (groups * head_copies("kv_heads", groups, mesh, axis_rules)),
+        queries=uses * heads / (groups * head_copies("kv_heads", groups, mesh, axis_rules)),
     )

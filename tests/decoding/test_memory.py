@@ -17,18 +17,22 @@ import pytest
 from support.tiny_models import QWEN35_MOE
 
 from spec_jax import decoding
+from spec_jax import planning as plan
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import ForwardOutput
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, init_head
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
+from spec_jax.meshes import make_mesh
 from spec_jax.models import layers, transformer
-from spec_jax.models.attention import NUM_PARTS, PREFIXES
+from spec_jax.models.attention import NUM_PARTS, PREFIXES, attend_cache
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import llama
-from spec_jax.planning import hlo
+from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.planning import hlo, traffic
+from spec_jax.planning.work import Setting, Stack
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
@@ -260,16 +264,69 @@ def test_a_loop_moves_no_cache_of_a_hybrid():
     """Keys and values in one group, states and their windows in another, beside experts."""
     options = dict(vocab_size=VOCAB, max_position_embeddings=SLOTS, num_key_value_heads=4)
     target = dataclasses.replace(QWEN35_MOE, **options)
+    program, cache_bytes = compile_target(target, 4, SLOTS)
+    keys = 4 * SLOTS * target.head_dim
+    assert moves_in_loops(program.as_text(), keys) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
+def compile_target(target, num_draft, slots):
+    """The program of one row whose drafts are copied, and the bytes of the cache."""
     params = {"target": jax.eval_shape(lambda: transformer.init_params(target, jax.random.key(0)))}
     params["draft"] = None
     rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
-    system = decoding.System(transformer.model(target), ngram(), rule, 4)
-    sampler, i32 = make_sampler(SamplerConfig(), 1, VOCAB), jax.ShapeDtypeStruct
+    system = decoding.System(transformer.model(target), ngram(), rule, num_draft)
+    sampler, i32 = make_sampler(SamplerConfig(), 1, target.vocab_size), jax.ShapeDtypeStruct
     shapes = [i32(shape, jnp.int32) for shape in ((1, 16), (1,), (1,), (1, 1))]
-    prefill = functools.partial(decoding.prefill, system=system, slots=SLOTS)
+    prefill = functools.partial(decoding.prefill, system=system, slots=slots)
     state = jax.eval_shape(prefill, params, *shapes, sampler, sampler)
     rounds = i32((1,), jnp.int32), i32((), jnp.int32)
     program = decoding.generate.lower(params, state, *rounds, system=system).compile()
-    keys = 4 * SLOTS * target.head_dim
-    assert moves_in_loops(program.as_text(), keys) == []
-    assert program.memory_analysis().alias_size_in_bytes >= _bytes(state.target)
+    return program, _bytes(state.target)
+
+
+_LATENT = dict(num_attention_heads=8, kv_lora_rank=512, q_lora_rank=384, qk_nope_head_dim=128)
+_LATENT |= dict(qk_rope_head_dim=64, v_head_dim=128, num_hidden_layers=2, intermediate_size=4096)
+LATENT = DeepseekConfig(vocab_size=1024, hidden_size=1024, **_LATENT)
+
+
+@pytest.mark.representatives("None")
+@pytest.mark.parametrize("on", [None, "data:1,tensor:2"])
+def test_a_round_moves_what_is_counted_of_latents(on):
+    """Within 15 %. On a CPU both products of attention read the cache; the count has it once."""
+    slots, num_draft = 4096, 3 if on is None else 0
+    if on is None:
+        program, cache_bytes = compile_target(LATENT, num_draft, slots)
+        moved = traffic.of_round(hlo.read(program.as_text())).hbm_bytes
+        assert moves_in_loops(program.as_text(), slots * LATENT.latent_dim) == []
+        assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+    else:
+        job = plan.Job(target=LATENT, batch=1, slots=slots, mesh=on, dtype="float32")
+        counted = plan.compile_and_count(lambda: plan.trace_decode(job, make_mesh(on))).counted
+        assert counted.copies == []
+        moved = counted.hbm_bytes
+    setting = Setting(context=slots, mesh=on or "data:1,tensor:1", dtype="float32")
+    stack = Stack.of(LATENT, setting)
+    read = slots * stack.slot_bytes
+    assert read == slots * 2 * (512 + 64) * 4
+    expected = stack.run(setting, num_draft + 1, num_draft + 1).hbm_bytes + read
+    assert expected <= moved <= 1.15 * expected
+
+
+def test_latents_are_read_once_in_blocks():
+    """Both products take the same block."""
+    cache = jax.eval_shape(lambda: transformer.init_cache(LATENT, 1, 4096))
+    kv = dataclasses.replace(config(2), num_key_value_heads=1, head_dim=LATENT.latent_dim)
+    both = jax.eval_shape(lambda: KVCache.create(kv, 1, 4096))
+    q = jax.ShapeDtypeStruct((1, 1, 8, LATENT.latent_dim), jnp.float32)
+
+    def blocks(cache):
+        def attend(q, cache):
+            window = layers.Window.after(LATENT, cache, 1, 1)
+            return attend_cache(q, cache.replace(attention="xla"), 0, window, None)
+
+        program = hlo.read(jax.jit(attend).lower(q, cache).compile().as_text())
+        slices = [i for i in program.in_loops() if i.opcode == "dynamic-slice"]
+        return sum(math.prod(i.arrays[0].dims) >= 512 * LATENT.latent_dim for i in slices)
+
+    assert (blocks(cache), blocks(both)) == (1, 2)

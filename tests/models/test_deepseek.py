@@ -11,17 +11,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.accept_counts import check_every_count
+from support.decoders import rule
+from support.published_configs import DEEPSEEK_V3, KIMI_K2
 from support.tiny_models import DEEPSEEK_TARGET, random_tensor, random_weights
 
 import spec_jax
-from spec_jax import SpeculativeConfig, SpeculativeDecoder
+from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder
 from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
+from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.params import declared, num_params
+from spec_jax.testing import Row, certify_rule, toy_model, toy_params
+from spec_jax.tree import Tree
 
 YARN = dict(factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.2)
 TARGET = dataclasses.replace(
@@ -156,3 +163,90 @@ def test_float8_blocks_are_multiplied_by_their_scales(published, tmp_path):
     save_file(tensors, tmp_path / "quantised" / "model.safetensors")
     with pytest.raises(WeightsError, match=f"{name}_scale_inv is missing, of float8_e4m3fn"):
         load("quantised")
+
+
+_D, _N = 7168, 128
+_EXPERT = 3 * _D * 2048
+_ATTENTION = _D * 1536 + 1536 + 1536 * _N * 192 + _D * 576 + 512 + 512 * _N * 256 + _N * 128 * _D
+_SPARSE = _ATTENTION + 2 * _D + 257 * _EXPERT + 256 * _D + 256
+_DENSE = _ATTENTION + 2 * _D + 3 * _D * 18432
+
+
+def test_the_published_sizes_have_their_numbers_of_parameters():
+    config = DeepseekConfig.from_hf(DEEPSEEK_V3)
+    count = 3 * _DENSE + 58 * _SPARSE + 2 * 129280 * _D + _D
+    assert num_params(config) == count and round(count, -9) == 671e9
+    module = MtpConfig.of_target(config)
+    specs = mtp_table(module).values()
+    assert sum(np.prod(s.shape) for s in specs) == _SPARSE + 2 * _D * _D + 3 * _D
+    assert round(_SPARSE + 2 * _D * _D, -8) == 11.6e9
+    assert config.attention_scale == 192**-0.5 * (0.1 * np.log(40) + 1) ** 2
+    kimi = DeepseekConfig.from_hf(KIMI_K2)
+    assert kimi.num_dense_layers == 1 and round(num_params(kimi), -9) == 1026e9
+    names = {s.hf_name for _, s, _ in declared(kimi)}
+    assert names == {s.hf_name for _, s, _ in declared(config)}
+
+
+MESH = "data:2,tensor:2"
+
+
+@pytest.mark.exhaustive
+def test_a_mesh_changes_none_of_its_tokens(published):
+    """Trees; heads and experts over the tensor axis, of which every device has the latents."""
+    config = SpeculativeConfig("mtp", rejection_sampling_strategy="match", tree=(2, 1, 1))
+    samplers = [SamplerConfig(temperature=t, seed=i) for i, t in enumerate((0, 1))]
+
+    def decode(on):
+        target = spec_jax.load_model(published, mesh=on)
+        module = spec_jax.load_draft(published, target, mesh=on)
+        decoder = SpeculativeDecoder(target, module, config)
+        rows = decoder.generate([PROMPT, [9, 2]], 24, sampler=samplers)
+        return [row.tokens for row in rows]
+
+    assert decode(MESH) == decode(None)
+
+
+@pytest.mark.exhaustive
+def test_a_queue_on_a_mesh_with_chunks_that_divide_nothing_gives_plain_text(published):
+    target = spec_jax.load_model(published, mesh=MESH)
+    module = spec_jax.load_draft(published, target, mesh=MESH)
+    greedy = SpeculativeConfig("mtp", K, rejection_sampling_strategy="greedy")
+    prompts = [[i % 31 for i in range(n)] for n in (17, 3, 9, 1, 12)]
+    plain = SpeculativeDecoder(spec_jax.load_model(published))
+    expected = [plain.generate(prompt, 8).tokens for prompt in prompts]
+    decoder = SpeculativeDecoder(target, module, greedy, prefill_chunk=5)
+    queue = DecodeQueue(
+        decoder, enumerate(prompts), batch=2, max_prompt_tokens=17, max_new_tokens=8
+    )
+    found = dict(queue)
+    assert [found[i].tokens for i in range(5)] == expected
+
+
+V = 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tree", [None, Tree((0, 0, 1))], ids=["chain", "tree"])
+def test_certificate_by_enumeration(tree):
+    config = dataclasses.replace(TARGET, vocab_size=V)
+    params = {"target": random_weights(config), "draft": toy_params(V, 1)}
+    whole = jax.jit(transformer.logits, static_argnames="config")
+
+    def logits_of(_, tokens):
+        padded = jnp.asarray([[*tokens, *[0] * (12 - len(tokens))]])
+        return np.asarray(whole(params["target"], padded, config=config))[0, len(tokens) - 1]
+
+    cold, warm = SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.0)
+    error = certify_rule(
+        rule("residual"),
+        rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)],
+        vocab_size=V,
+        num_draft=2,
+        num_tokens=3,
+        drafter=standalone(toy_model(V), tree),
+        params=params,
+        target=transformer.model(config),
+        batch=16,
+        logits_of=logits_of,
+    )
+    assert error <= 1e-6

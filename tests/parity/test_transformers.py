@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.published_configs import QWEN_27B, QWEN_30B_A3B, QWEN_35B_A3B, QWEN_NEXT_80B
+from support.published_configs import (
+    DEEPSEEK_V3,
+    KIMI_K2,
+    QWEN_27B,
+    QWEN_30B_A3B,
+    QWEN_35B_A3B,
+    QWEN_NEXT_80B,
+)
 from support.tiny_models import (
     FAMILIES,
     LLAMA,
@@ -246,6 +253,8 @@ PUBLISHED = {
     "35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN_35B_A3B),
     "Next-80B": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN_NEXT_80B),
     "30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN_30B_A3B),
+    "DeepSeek-V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+    "Kimi-K2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", KIMI_K2),
 }
 
 
@@ -257,7 +266,7 @@ def test_a_published_size_has_the_tensors_of_transformers(name):
         values = {name: value for name, value in published.items() if name != "model_type"}
         config = getattr(transformers, config_class)(**values)
         model = getattr(transformers, model_class)(config)
-    theirs = {n: tuple(w.shape) for n, w in model.named_parameters()}
+    theirs = {n: tuple(w.shape) for n, w in model.state_dict().items()}
     inside = unfused(theirs)
     for tensor, _, rows in inside.values():
         assert len(rows) * (2 if "gate_up" in tensor else 1) == theirs[tensor][1]

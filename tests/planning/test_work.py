@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from support.published_configs import DEEPSEEK_V3
 
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.mtp.model import MtpConfig
@@ -15,7 +16,9 @@ from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families.bamba import BambaConfig
+from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.params import num_params, param_shardings
+from spec_jax.planning import roofline
 from spec_jax.planning.presets import PRESETS, find_config
 from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.sharding import spec, state_axes
@@ -154,6 +157,19 @@ def test_every_family_is_counted_with_what_its_cache_keeps():
     assert stack.slot_bytes == 2 * 2 * 8 * 2  # one of its layers attends
     assert stack.fixed_bytes > 0
     assert Stack.of(SMALL, Setting()).fixed_bytes == 0
+
+
+def test_a_published_model_of_latents_and_experts_is_counted_on_its_mesh():
+    config, setting = DeepseekConfig.from_hf(DEEPSEEK_V3), Setting(batch=8, mesh="data:1,tensor:32")
+    stack = Stack.of(config, setting)
+    assert stack.slot_bytes == 61 * (512 + 64) * 2  # on every device
+    assert stack.queries == 2 * 128 / 32  # heads of a device; scores and sums take the same slot
+    experts = 58 * 256 * 3 * 7168 * 2048
+    assert experts / 32 < stack.num_params < 1.1 * num_params(config) / 32
+    module = MtpConfig.of_target(config)
+    work = roofline.decode_round(config, module, 2, setting)
+    assert [one.name for one in work.passes] == ["verify", "refresh", "draft"]
+    assert roofline.memory(config, module, setting).cache == 62 * (512 + 64) * 2 * 8 * 1024
 
 
 def test_head_reads_the_targets_states_once_a_round():

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.models.attention import MIN_SLOTS
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
 from spec_jax.sharding import ambient, head_copies
@@ -51,10 +50,7 @@ class LatentCache(KVCache):
         rows = (batch * copies,) if ambient() is None else (batch, copies)
         shape = (*rows, slots, config.latent_dim)
         keys = tuple(jnp.zeros(shape, dtype) for _ in range(L))
-        # In blocks both products take a block that was read once, and no slot past the longest row.
-        attention = "auto" if slots < MIN_SLOTS else "xla"
-        length = jnp.zeros((batch,), jnp.int32)
-        return cls(keys, None, length, attention=attention, head_copies=copies)
+        return cls(keys, None, jnp.zeros((batch,), jnp.int32), head_copies=copies)
 
     def axes(self) -> LatentCache:
         """The logical axes of the arrays, see ``sharding``."""
@@ -63,6 +59,8 @@ class LatentCache(KVCache):
     def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys of one layer, which are its values too."""
         keys = self.keys[index if len(self.keys) > 1 else 0]
+        if keys.ndim == 4:  # else a CPU writes a copy in the shape of the products
+            keys = jax.lax.optimization_barrier(keys)
         return keys, keys
 
     def write(

@@ -77,6 +77,7 @@ class DeepseekConfig:
     eos_token_id: tuple[int, ...] = ()
 
     num_key_value_heads: ClassVar[int] = 1  # of a cache: one latent serves all query heads
+    products_per_slot: ClassVar[int] = 2  # scores and sums take the same numbers of it
     scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
