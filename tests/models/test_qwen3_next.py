@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from support.accept_counts import check_every_count
+from support.mtp_modules import write_with_modules
 from support.published_configs import QWEN_NEXT_80B
-from support.tiny_models import QWEN3_NEXT_TARGET, random_tensor, random_weights
+from support.tiny_models import QWEN3_NEXT_TARGET, random_weights
 
 import spec_jax
 from spec_jax import SpeculativeConfig, SpeculativeDecoder
-from spec_jax.drafters.mtp.checkpoint import write_mtp
-from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError
 from spec_jax.inspection import inspect
-from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.models.params import num_params
 
 
 def test_a_directory_with_its_module_loads_decodes_and_is_inspected(tmp_path):
     config, prompt = QWEN3_NEXT_TARGET, [3, 1, 4, 1, 5]
-    modules = MtpConfig.of_target(config)
-    weights = {}
-    for name, spec in mtp_table(modules).items():
-        tensor = random_tensor(name, spec.shape, 0)
-        weights[name] = jnp.asarray(tensor - 1 if name.endswith("norm") else tensor)
-    write_mtp(tmp_path, modules, {"0": weights}, target_config=config)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_pretrained(tmp_path, random_weights(config), config)
-    file = tmp_path / "model.safetensors"
-    save_file(tensors | load_file(file), file)
+    modules, weights = write_with_modules(tmp_path, config)
     target = spec_jax.load_model(tmp_path)
     assert target.config == config
     jax.tree.map(np.testing.assert_array_equal, target.params, random_weights(config))
     plain = check_every_count(target, prompt)
     module = spec_jax.load_draft(tmp_path, target)
     assert module.config == modules and modules.has_zero_centred_norms
-    jax.tree.map(np.testing.assert_array_equal, module.params, {"0": weights})
+    jax.tree.map(np.testing.assert_array_equal, module.params, weights)
     greedy = SpeculativeConfig("mtp", 3, rejection_sampling_strategy="greedy")
     assert list(SpeculativeDecoder(target, module, greedy).generate(prompt, 64).tokens) == plain
     found = inspect(tmp_path)

@@ -15,6 +15,7 @@ from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
 from spec_jax.models.families import module_layer
 from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.glm4_moe import Glm4MoeConfig
 from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.sampling import make_sampler
@@ -22,8 +23,10 @@ from spec_jax.sampling import make_sampler
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
 from transformers import DeepseekV3Config, Qwen3_5TextConfig  # noqa: E402
+from transformers import Glm4MoeConfig as TheirGlmConfig  # noqa: E402
 from transformers import Qwen3NextConfig as TheirQwenConfig  # noqa: E402
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3  # noqa: E402
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # noqa: E402
 
@@ -46,6 +49,9 @@ QWEN |= dict(rope_parameters=dict(rope_type="default", rope_theta=100.0, partial
 QWEN35 = {name: x for name, x in QWEN.items() if "expert" not in name}
 QWEN35 |= dict(model_type="qwen3_5_text", intermediate_size=20, linear_num_key_heads=1)
 QWEN35 |= dict(linear_num_value_heads=1, linear_key_head_dim=2, linear_value_head_dim=2)
+GLM = {name: x for name, x in QWEN.items() if name != "num_experts"}
+GLM |= dict(model_type="glm4_moe", intermediate_size=20, use_qk_norm=True, attention_bias=True)
+GLM |= dict(SPARSE, first_k_dense_replace=0)
 MODULES = {
     "dense": dict(q_lora_rank=8),
     "dense, plain queries, yarn": dict(q_lora_rank=None, rope_parameters=YARN),
@@ -56,6 +62,7 @@ MODULES = {
     "qwen3-next": QWEN,
     "qwen3-next, biases, not normalised": {**QWEN, "attention_bias": True, "norm_topk_prob": False},
     "qwen3.5": QWEN35,
+    "glm-4.5": GLM,
 }
 
 
@@ -76,7 +83,12 @@ class TorchModule:
     def __init__(self, values, tensors):
         self.tensors = {k: torch.from_numpy(v) for k, v in tensors.items()}
         is_sparse = "model.layers.0.mlp.gate.weight" in tensors
-        if "model_type" in values:
+        if values.get("model_type") == "glm4_moe":
+            values = {name: value for name, value in values.items() if name != "model_type"}
+            config = TheirGlmConfig(**values, attn_implementation="eager")
+            layer, rotary = glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeRotaryEmbedding
+            make_norm = glm4_moe.Glm4MoeRMSNorm
+        elif "model_type" in values:
             config = (TheirQwenConfig if is_sparse else Qwen3_5TextConfig)(
                 **values, layer_types=["full_attention"], attn_implementation="eager"
             )
@@ -143,9 +155,10 @@ def params_of(config, tensors):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_recycled_steps_are_those_of_transformers_layers(name):
-    values = MODULES[name] if "qwen" in name else {**SIZE, **MODULES[name]}
-    is_qwen = "model_type" in values
+    values, is_qwen = MODULES[name], "qwen" in name
+    values = values if "model_type" in values else {**SIZE, **values}
     kinds = {"qwen3_next": Qwen3NextConfig, "qwen3_5_text": Qwen35Config}
+    kinds |= {"glm4_moe": Glm4MoeConfig}
     layer = module_layer(kinds.get(values.get("model_type"), DeepseekConfig).from_hf(values))
     config = MtpConfig.of_target(TARGET, layer=layer, has_zero_centred_norms=is_qwen)
     tensors = tensors_of(config)

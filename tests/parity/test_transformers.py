@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from support.published_configs import (
     DEEPSEEK_V3,
     KIMI_K2,
+    GLM_45_AIR,
     QWEN_27B,
     QWEN_30B_A3B,
     QWEN_35B_A3B,
@@ -181,6 +182,13 @@ YARN |= dict(mscale=0.7, mscale_all_dim=1.2)
 ODD_LATENT = dict(LATENT, q_lora_rank=None, v_head_dim=11, rope_parameters=YARN, n_group=1)
 ODD_LATENT |= dict(topk_group=1, norm_topk_prob=False, n_shared_experts=2, attention_bias=True)
 ODD_LATENT |= dict(num_hidden_layers=2, num_experts_per_tok=1, tie_word_embeddings=True)
+GLM = dict(intermediate_size=20, num_hidden_layers=3, num_attention_heads=4, head_dim=8)
+GLM |= dict(num_key_value_heads=2, moe_intermediate_size=8, n_routed_experts=9, n_group=3)
+GLM |= dict(topk_group=2, num_experts_per_tok=3, n_shared_experts=2, first_k_dense_replace=1)
+GLM |= dict(routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True, rope_parameters=PART)
+ODD_GLM = dict(GLM, n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=2)
+ODD_GLM |= dict(use_qk_norm=False, attention_bias=False, norm_topk_prob=False)
+ODD_GLM |= dict(tie_word_embeddings=True, rope_parameters=dict(PART, partial_rotary_factor=0.25))
 STATES_AND_EXPERTS = {
     "usual": ("Mamba2", MAMBA2),
     "odd": ("Mamba2", ODD),
@@ -195,6 +203,8 @@ STATES_AND_EXPERTS = {
     "odd experts": ("Qwen3Moe", ODD_EXPERTS),
     "latents, groups of experts": ("DeepseekV3", LATENT),
     "odd latents, one expert, yarn": ("DeepseekV3", ODD_LATENT),
+    "groups of experts": ("Glm4Moe", GLM),
+    "experts without groups": ("Glm4Moe", ODD_GLM),
 }
 CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}  # others: name and Config
 
@@ -252,6 +262,7 @@ PUBLISHED = {
     "27B": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN_27B),
     "35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN_35B_A3B),
     "Next-80B": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN_NEXT_80B),
+    "GLM-4.5-Air": ("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM_45_AIR),
     "30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN_30B_A3B),
     "DeepSeek-V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
     "Kimi-K2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", KIMI_K2),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 from support import decoders
 from support.decoders import HOT, features_of, propose, rule, run  # noqa: F401
 from support.numpy_layers import np_mlp, np_norm, np_rope
 from support.tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decoding
+from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
+from spec_jax.models.checkpoint import save_pretrained
 
 V, D, SLOTS, K = 31, 16, 64, 3
 TARGET = dataclasses.replace(LLAMA, max_position_embeddings=256)
@@ -50,6 +54,20 @@ def modules_of(config):
         str(i): {name: tensor(name, spec, i) for name, spec in table.items()}
         for i in range(config.num_modules)
     }
+
+
+def write_with_modules(directory, target, **changes):
+    """Writes a model and its modules as published, in one directory; returns the modules."""
+    config = MtpConfig.of_target(target, **changes)
+    weights, file = modules_of(config), directory / "model.safetensors"
+    write_mtp(directory, config, weights, target_config=target)
+    tensors = load_file(file)
+    save_pretrained(directory, random_weights(target), target)
+    save_file(tensors | load_file(file), file)
+    hf = json.loads((directory / "config.json").read_text())
+    hf |= {"num_nextn_predict_layers": config.num_modules}
+    (directory / "config.json").write_text(json.dumps(hf))
+    return config, weights
 
 
 def system_of(config, strategy="greedy", num_draft=K):

@@ -66,6 +66,39 @@ QWEN_30B_A3B = dict(
     eos_token_id=151645,
 )
 
+# Of zai-org/GLM-4.5-Air, as transformers 4.54.1 prints it after it has read config.json, in public
+# notes on ms-swift's conversion of that model; the sizes are those of slime's launch script too.
+GLM_45_AIR = dict(
+    model_type="glm4_moe",
+    vocab_size=151552,
+    hidden_size=4096,
+    intermediate_size=10944,
+    num_hidden_layers=46,
+    num_attention_heads=96,
+    num_key_value_heads=8,
+    head_dim=128,
+    n_routed_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1408,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    first_k_dense_replace=1,
+    use_qk_norm=False,
+    attention_bias=True,
+    hidden_act="silu",
+    partial_rotary_factor=0.5,
+    rope_theta=1_000_000,
+    rope_scaling=None,
+    rms_norm_eps=1e-05,
+    max_position_embeddings=131072,
+    num_nextn_predict_layers=1,
+    tie_word_embeddings=False,
+    eos_token_id=[151329, 151336, 151338],
+)
+
 # ``text_config`` of Qwen/Qwen3.6-35B-A3B.
 QWEN_35B_A3B = {name: x for name, x in QWEN_27B.items() if name != "intermediate_size"}
 QWEN_35B_A3B |= dict(

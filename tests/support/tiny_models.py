@@ -14,6 +14,7 @@ from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.glm4_moe import Glm4MoeConfig
 from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
@@ -88,7 +89,23 @@ QWEN3_MOE = Qwen3MoeConfig(
 QWEN3_NEXT_TARGET = dataclasses.replace(
     QWEN3_NEXT, num_hidden_layers=2, moe_intermediate_size=8, **_DELTA
 )
-SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE, QWEN3_NEXT_TARGET, DEEPSEEK_TARGET)
+
+GLM4_MOE = Glm4MoeConfig(
+    **TINY,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=4,
+    n_shared_experts=2,
+    n_group=3,
+    topk_group=2,
+    routed_scaling_factor=1.5,
+    use_qk_norm=True,
+    attention_bias=True,
+)
+SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE, QWEN3_NEXT_TARGET, DEEPSEEK_TARGET, GLM4_MOE)
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 STATE_FAMILIES = (MAMBA2, BAMBA, QWEN35)
 

@@ -8,7 +8,16 @@ A family from outside of the package is registered in the same way. See
     register(Family(config=MyConfig, model_types=("mine",), layer=my_layer, ...))
 """
 
-from spec_jax.models.families import bamba, deepseek, llama, mamba2, qwen3_5, qwen3_moe, qwen3_next
+from spec_jax.models.families import (
+    bamba,
+    deepseek,
+    glm4_moe,
+    llama,
+    mamba2,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from spec_jax.models.families.registry import (
     AnyConfig,
     Family,
@@ -31,6 +40,7 @@ __all__ = [
     "deepseek",
     "family_of",
     "family_of_type",
+    "glm4_moe",
     "init_cache",
     "layer_kinds",
     "llama",

@@ -61,6 +61,7 @@ _DELTA = (
 _HELD = {  # what supported families have of these
     "deepseek_v3": (_EXPERTS, _LATENT),
     "kimi_k2": (_EXPERTS, _LATENT),
+    "glm4_moe": (_EXPERTS,),
     "qwen3_moe": (_EXPERTS,),
     "qwen3_next": (_EXPERTS, *_DELTA[:2]),
     "qwen3_5": _DELTA,
@@ -92,6 +93,7 @@ _SMALL = {  # a model of any family, to see the names of its tensors
     "mamba_expand": 2,
     "mamba_d_conv": 4,
     "num_experts": 4,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8,
@@ -104,7 +106,6 @@ _SMALL = {  # a model of any family, to see the names of its tensors
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    "n_routed_experts": 4,
     "first_k_dense_replace": 1,
     "eos_token_id": 1,
     "sliding_window": None,

@@ -266,7 +266,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
         with pytest.raises(error, match=message):
             read_mtp(tmp_path, target)
 
-    refused("model_type 'glm4_moe' are not supported; known: deepseek_v3", model_type="glm4_moe")
+    refused("model_type 'glm5_next' are not supported; known: deepseek_v3", model_type="glm5_next")
     refused("scoring_func 'softmax' is not supported", scoring_func="softmax")
     refused("topk_method 'greedy' is not supported", topk_method="greedy")
     refused("num_hidden_layers is None", num_hidden_layers=None)

@@ -1,0 +1,163 @@
+"""GLM-4.5, 4.6 and 4.7: attention that rotates half of each head, and DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from spec_jax.errors import ConfigError
+from spec_jax.models.checks import (
+    check_fields,
+    check_ranges,
+    check_sizes,
+    check_stop_tokens,
+    check_supported,
+)
+from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.families.deepseek import mlp as experts
+from spec_jax.models.families.deepseek import mlp_table, one_sparse_layer
+from spec_jax.models.families.registry import Family, LayerKind, register
+from spec_jax.models.layers import attention, mlp, pre_norm_layer
+from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
+from spec_jax.show.summary import short_repr
+
+
+@dataclasses.dataclass(frozen=True)
+class Glm4MoeConfig(PartialRotary):
+    """The shape of a GLM-4.5 model. Field names are Hugging Face's.
+
+    The first ``first_k_dense_replace`` layers are dense, all others have experts.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    n_shared_experts: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+    head_dim: int | None = None
+    use_qk_norm: bool = False
+    attention_bias: bool = False
+    partial_rotary_factor: float = 0.5
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131072
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    has_output_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
+    scan_layers: ClassVar[bool] = False
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        set_ = lambda name, value: object.__setattr__(self, name, value)
+        D, N, G = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        names = {field.name for field in dataclasses.fields(self) if field.type == "int"}
+        check_sizes(self, *sorted(names - {"first_k_dense_replace"}))
+        if self.head_dim is None:
+            if D % N:
+                raise ConfigError(
+                    f"hidden_size {D} is not a multiple of num_attention_heads {N}, and head_dim "
+                    "is not given"
+                )
+            set_("head_dim", D // N)
+        check_sizes(self, "head_dim")
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE, first_k_dense_replace=(0, 2**31))
+        if N % G:
+            raise ConfigError(
+                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
+            )
+        self._check_groups()
+        self.check_rotary()
+        set_("eos_token_id", eos_tuple(self.eos_token_id))
+        check_stop_tokens(self.eos_token_id, self.vocab_size)
+
+    def _check_groups(self) -> None:
+        X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
+        if X % groups or kept > groups:
+            raise ConfigError(
+                f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
+                f"{kept} are kept"
+            )
+        if self.num_experts_per_tok > X // groups * kept:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; the {kept} groups kept have "
+                f"{X // groups * kept} experts"
+            )
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether each head's queries and keys are normalised."""
+        return self.use_qk_norm
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        return index >= self.first_k_dense_replace
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Glm4MoeConfig:
+        """Builds the config from a parsed config.json.
+
+        Raises:
+          ConfigError: an activation or a router is not supported, or a field is missing or wrong.
+        """
+        check_supported(hf, hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
+        return cls.of_fields(hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json that transformers loads as the same model, without modules."""
+        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        part = {"partial_rotary_factor": self.partial_rotary_factor}
+        return hf | {
+            "rope_parameters": self.rope.to_hf() | part,
+            "eos_token_id": eos_spelling(self.eos_token_id),
+            "hidden_act": "silu",
+            "num_nextn_predict_layers": 0,
+            "model_type": "glm4_moe",
+            "architectures": ["Glm4MoeForCausalLM"],
+        }
+
+
+def layer_tables(config: Glm4MoeConfig) -> list[dict[str, ParamSpec]]:
+    """Returns the declared weights of every layer."""
+    prefix, D = "model.layers.{i}.", config.hidden_size
+    both = {
+        "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
+        **attention_specs(config, f"{prefix}self_attn."),
+        "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm"),
+    }
+    dense = both | mlp_specs(config, f"{prefix}mlp.")
+    sparse = both | mlp_table(config)
+    return [sparse if config.is_sparse(i) else dense for i in range(config.num_hidden_layers)]
+
+
+_DENSE = LayerKind(pre_norm_layer(attention, mlp))
+_SPARSE = LayerKind(pre_norm_layer(attention, experts))
+
+register(
+    Family(
+        config=Glm4MoeConfig,
+        model_types=("glm4_moe",),
+        kinds=lambda config: [
+            _SPARSE if config.is_sparse(i) else _DENSE for i in range(config.num_hidden_layers)
+        ],
+        layer_tables=layer_tables,
+        outer_table=outer_specs,
+        module_layer=one_sparse_layer,
+        mtp_formats=("DeepSeek",),
+    )
+)
