@@ -168,13 +168,19 @@ def modules_config(
     stated_count = next((hf[name] for name in _COUNTS if hf.get(name)), num_stored)
     count = overrides.get("num_modules", stated_count)
     protocol = "recycled" if count == 1 else "sequential"
+    kind = hf.get("model_type")
+    kind = kind if isinstance(kind, str) else shown(kind)
+    family = family_of_type(kind, for_modules=True)
     taps, by_servers = (target.num_hidden_layers + 1,), "as servers do; the checkpoint does not say"
     choices = {
         "num_modules": (count, f"as config.json or the tensors say; {num_stored} are stored"),
         "protocol": (protocol, "one module drafts every token, several draft one each"),
         "order": (fmt.order, fmt.why_order),
         "taps": (taps, f"the target's state after its final norm, {by_servers}"),
-        "recycles_normed": (True, f"{by_servers}; check the acceptance at the second draft"),
+        "recycles_normed": (
+            family.recycles_normed,
+            f"as modules of {kind} are run; check the acceptance at the second draft",
+        ),
         "has_zero_centred_norms": (fmt.is_zero_centred, f"as {fmt.name}'s norms are"),
     }
     for name, value in stated_object(hf, _OWN_KEY).items():
@@ -184,9 +190,7 @@ def modules_config(
     choices |= {n: (overrides[n], "as the caller says") for n in choices if n in overrides}
     notes += [f"{name} = {value!r}: {why}." for name, (value, why) in choices.items()]
     values = {name: value for name, (value, _) in choices.items()} | dict(overrides)
-    kind = hf.get("model_type")
-    kind = kind if isinstance(kind, str) else shown(kind)
-    layer = module_layer(family_of_type(kind, for_modules=True).config.from_hf(hf))
+    layer = module_layer(family.config.from_hf(hf))
     return MtpConfig.of_target(target, layer=layer, **values)
 
 

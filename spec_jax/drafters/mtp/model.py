@@ -120,8 +120,11 @@ class MtpConfig:
         layer = module_layer(target)
         sizes = {"target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
         taps = (target.num_hidden_layers + 1,)
-        centred = {"has_zero_centred_norms": getattr(target, "has_zero_centred_norms", False)}
-        return cls(**{"layer": layer, **sizes, "taps": taps, **centred, **changes})
+        usual = {
+            "has_zero_centred_norms": getattr(target, "has_zero_centred_norms", False),
+            "recycles_normed": family_of(target).recycles_normed,
+        }
+        return cls(**{"layer": layer, **sizes, "taps": taps, **usual, **changes})
 
     def check_num_draft(self, num_draft: int) -> None:
         """Raises a ConfigError if the modules cannot draft so many tokens a round."""

@@ -90,6 +90,8 @@ class Family(NamedTuple):
         leaves the tensors out, as those of images.
       module_layer: ``(config) -> config`` of the one layer that an MTP module of such a model has;
         None if it is any layer of the model.
+      recycles_normed: the next step of such a module, or the next module, reads the state after the
+        module's output norm, not the one before it.
       mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
         with such a layer. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
@@ -107,6 +109,7 @@ class Family(NamedTuple):
     has_panels: bool = False
     prefixes: Mapping[str, str | None] = types.MappingProxyType({})
     module_layer: Callable[[Any], Any] | None = None
+    recycles_normed: bool = True
     mtp_formats: tuple[str, ...] = ()
 
 
