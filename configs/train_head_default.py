@@ -111,5 +111,7 @@ def get_config() -> ConfigDict:
     # dspark DeepSpec or speculators. Empty: the first that can express the head.
     config.export_format = ""
     config.export_dtype = "bfloat16"  # of the stored tensors
+    # For mtp: also a copy of the target's directory, model/, with the modules in place of its own.
+    config.export_with_target = False
     config.export_from = "best"  # the state with the highest tau; or "last"
     return config

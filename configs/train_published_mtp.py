@@ -5,6 +5,7 @@ r"""Recursive fine-tuning of one MTP module with FastMTP's hyper-parameters, for
         --config.data.responses=runs/text/responses.jsonl
 
 ``head.init_from`` is the module that ships with the target; without it a new one is trained.
+``--config.export_with_target`` also writes it into a copy of the target, for servers.
 Source: FastMTP, arXiv 2509.18362: three recursive steps with weights 0.6 ** j, cross-entropy on the
 target's own responses. Later steps read the module's own earlier outputs, as drafting does.
 

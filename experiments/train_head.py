@@ -23,6 +23,7 @@ from experiments.training import run
 from experiments.training.head import HeadExperiment, validate
 
 _FREE = ("log_every", "checkpoint_every_s", "export_format", "export_dtype", "export_from")
+_FREE += ("export_with_target",)
 _FREE += ("eval", "mesh", "is_fully_sharded")
 _FREE_DATA = ("view_cache", "view_cache_gb")
 

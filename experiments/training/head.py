@@ -22,12 +22,13 @@ from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
+from spec_jax.drafters.mtp.replace import check_replaces, replace_modules
 from spec_jax.engine.build import make_drafter
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.fitting import initializer
-from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+from spec_jax.loading import LoadedHead, LoadedModel, find_directory, load_draft, load_model
 from spec_jax.meshes import is_accelerated
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
@@ -211,6 +212,9 @@ def make_head(
         num_params,
     )
     spec.format(target, config)  # what could not be exported is refused before it is trained
+    if config.export_with_target:
+        source = find_directory(config.target)
+        check_replaces(source, LoadedHead(config.target, shape, {}), target.config)
     return spec
 
 
@@ -231,9 +235,10 @@ def validate(config: ConfigDict) -> None:
     known = registry.objectives()
     check(config.objective in known, "objective", f"one of {', '.join(known)}")
     _, training = known[config.objective]
-    formats = training.formats
+    formats, is_mtp = training.formats, config.objective == "mtp"
     is_known = config.export_format in ("", *formats)
     check(is_known, "export_format", f"one of {', '.join(formats)}, or ''")
+    check(is_mtp or not config.export_with_target, "export_with_target", "False, unless for mtp")
     check(config.export_from in ("best", "last"), "export_from", "best or last")
     dtypes = ("", "float32", "bfloat16")
     check(config.dtype in dtypes, "dtype", "float32, bfloat16, or '' for the device's own")
@@ -427,6 +432,9 @@ class HeadExperiment(Experiment):
 
         plots.plot_training(folder / "training.png", metrics)
         self.spec.export(folder / "export", state.params, self.target, self.config)
+        if self.config.export_with_target:
+            source, head = find_directory(self.config.target), self.spec.loaded(state.params)
+            replace_modules(folder / "model", head, source, self.target.config)
         choice = self.evaluations.choice(step)
         summary = f"tau {tau:.2f} at step {step}" if choice is None else describe(choice)
         figures = {"tau": tau, "step": step}

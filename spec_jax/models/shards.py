@@ -117,6 +117,10 @@ class Shards:
         """The names of all tensors."""
         return set(self._where)
 
+    def names_in(self, path: pathlib.Path) -> set[str]:
+        """The names of the tensors of one of its files."""
+        return {name for name, (file, *_) in self._where.items() if file.name == str(path)}
+
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor as it is stored; nothing of it is read yet.
 

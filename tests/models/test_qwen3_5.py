@@ -13,6 +13,7 @@ import pytest
 from oracles.state_space import run_delta_net
 from safetensors.numpy import load_file, save_file
 from support.accept_counts import check_every_count
+from support.mtp_modules import fused
 from support.published_configs import QWEN_27B
 from support.tiny_models import QWEN35, QWEN35_MOE, random_tensor, random_weights
 
@@ -65,17 +66,6 @@ TOWER = {"model.visual.patch_embed.proj.weight": np.ones((3, 2), np.float32)}
 
 
 TARGETS = {"dense": QWEN35, "experts": QWEN35_MOE}
-
-
-def fused(tensors):
-    """The tensors with the experts of a layer in one, gates above the other halves."""
-    found = {name: x for name, x in tensors.items() if ".experts." not in name}
-    for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
-        part = lambda e, kind: tensors[f"{prefix}.experts.{e}.{kind}_proj.weight"]
-        both = [np.concatenate([part(e, "gate"), part(e, "up")]) for e in range(6)]
-        found[f"{prefix}.experts.gate_up_proj"] = np.stack(both)
-        found[f"{prefix}.experts.down_proj"] = np.stack([part(e, "down") for e in range(6)])
-    return found
 
 
 @pytest.fixture(scope="module", params=TARGETS)

@@ -56,13 +56,25 @@ def modules_of(config):
     }
 
 
-def write_with_modules(directory, target, **changes):
+def fused(tensors):
+    """The tensors with the experts of a layer in one, gates above the other halves."""
+    found = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        part = lambda e, kind: tensors[f"{prefix}.experts.{e}.{kind}_proj.weight"]
+        count = sum(name.startswith(f"{prefix}.experts.") for name in tensors) // 3
+        both = [np.concatenate([part(e, "gate"), part(e, "up")]) for e in range(count)]
+        found[f"{prefix}.experts.gate_up_proj"] = np.stack(both)
+        found[f"{prefix}.experts.down_proj"] = np.stack([part(e, "down") for e in range(count)])
+    return found
+
+
+def write_with_modules(directory, target, tokenizer=None, **changes):
     """Writes a model and its modules as published, in one directory; returns the modules."""
     config = MtpConfig.of_target(target, **changes)
     weights, file = modules_of(config), directory / "model.safetensors"
     write_mtp(directory, config, weights, target_config=target)
     tensors = load_file(file)
-    save_pretrained(directory, random_weights(target), target)
+    save_pretrained(directory, random_weights(target), target, tokenizer)
     save_file(tensors | load_file(file), file)
     hf = json.loads((directory / "config.json").read_text())
     hf |= {"num_nextn_predict_layers": config.num_modules}

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -206,14 +207,7 @@ def write_mtp(
     _check_format(config, fmt, target_config)
     check_weights(params, shapes_of(mtp_tables(config)), "")
     dtype = jnp.dtype(params["0"]["fc"].dtype if dtype is None else dtype)
-    tensors: dict[str, np.ndarray] = {}
-    leaves = itertools.product(range(config.num_modules), mtp_table(config).items())
-    for i, (name, spec) in leaves:
-        array = on_host(params[str(i)][name])
-        if name == "fc" and config.order != fmt.order:
-            array = np.roll(array, config.layer.hidden_size, axis=0)
-        for expert, part in enumerate(array) if "{e}" in spec.hf_name else [(0, array)]:
-            tensors[fmt.tensor(name, spec, i, expert)] = as_stored(part, spec, dtype)
+    tensors = dict(stored_tensors(config, params, fmt, dtype))
     hf = modules_json(config, fmt, L)
     read = modules_config(hf, fmt, config.num_modules, target_config, {}, [])
     ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}
@@ -222,6 +216,26 @@ def write_mtp(
     save_tensors(directory, [tensors.items()])
     hf |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     write_once(lambda: write_json(directory / "config.json", hf))
+
+
+def stored_tensors(
+    config: MtpConfig, params: dict[str, dict[str, jax.Array]], fmt: MtpFormat, dtype: DTypeLike
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of modules as a format has them, by name.
+
+    Args:
+      config: the modules'.
+      params: their weights.
+      fmt: the format.
+      dtype: of the tensors, except of those whose declaration states another.
+    """
+    leaves = itertools.product(range(config.num_modules), mtp_table(config).items())
+    for i, (name, spec) in leaves:
+        array = on_host(params[str(i)][name])
+        if name == "fc" and config.order != fmt.order:
+            array = np.roll(array, config.layer.hidden_size, axis=0)
+        for expert, part in enumerate(array) if "{e}" in spec.hf_name else [(0, array)]:
+            yield fmt.tensor(name, spec, i, expert), as_stored(part, spec, dtype)
 
 
 def _default_format(config: MtpConfig) -> str:

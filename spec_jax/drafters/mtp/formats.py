@@ -205,6 +205,8 @@ def modules_json(config: MtpConfig, fmt: MtpFormat, num_layers: int) -> dict[str
     hf = config.layer.rope.spellings() | config.layer.to_hf()
     hf.pop("layer_types", None)  # of the target's layers, which this file is not about
     hf |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": config.num_modules}
+    if fmt.start == "mtp.":
+        hf["mtp_num_hidden_layers"] = config.num_modules  # the key of Qwen3.5, the other of -Next
     hf[_OWN_KEY] = {name: getattr(config, name) for name in _OWN_FIELDS}
     if fmt.name == "MiMo" and hf["model_type"] == "qwen2":
         hf |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}

@@ -72,7 +72,7 @@ def mtp_loss(
     scored = {index: {name: head[index][name] for name in names} for index in head}
 
     def measure(scored, states, true):
-        params = {"head": {index: head[index] | scored[index] for index in head}, "target": target}
+        params = {"head": scored, "target": target}
         score = functools.partial(mtp.unembed, params, config=config, target=model)
         if config.protocol == "recycled":
             q = score(states)
