@@ -182,6 +182,12 @@ MUTATIONS = mutants.read("""
     head: what drafting wrote is read
         head_drafter.refresh: cache.commit(n) -> cache.commit(n + 1)
         test_eagle::test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill[eagle-3]
+    p-eagle: its masks begin a position late
+        peagle.propose: head.feed(p_, *pairs, cache, 0, w_) -> head.feed(p_, *pairs, cache, 1, w_)
+        test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines[p-eagle]
+    p-eagle: its masks stay in the cache
+        peagle.propose: f_(cache=cache) -> f_(cache=cache.commit(0 * context.length + 1))
+        test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines[p-eagle]
     block: it begins a position late
         model._windows: cache.length[:, None] + x_ -> cache.length[:, None] + 1 + x_
         test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]

@@ -4,7 +4,7 @@
 """
 
 from spec_jax.drafters.block.kind import DFLASH, DSPARK, TREEFLASH
-from spec_jax.drafters.eagle.kind import EAGLE
+from spec_jax.drafters.eagle.kind import EAGLE, PEAGLE
 from spec_jax.drafters.mtp.kind import MTP
 from spec_jax.drafters.ngram import NGRAM
 from spec_jax.drafters.registry import (
@@ -29,5 +29,5 @@ __all__ = [
     "register",
 ]
 
-for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, MTP, DFLASH, DSPARK, TREEFLASH):
+for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, PEAGLE, MTP, DFLASH, DSPARK, TREEFLASH):
     register(_kind)

@@ -113,8 +113,8 @@ class SpeculativeDecoder(Shown):
         a draft, and plain decoding for a target alone. The samplers and the limit of an
         ``AsyncSpecConfig`` become the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
-      draft_sampler: how drafts are drawn; by default as the target's tokens, and in "dflash" at
-        temperature 0, where a block's independent drafts fit each other best.
+      draft_sampler: how drafts are drawn; by default as the target's tokens, and in "dflash" and
+        "peagle" at temperature 0, where a block's independent drafts fit each other best.
       drafter: a ``Drafter`` of your own in place of the config's method, ``make(target)`` that
         returns one, or ``module:NAME`` of either; ``draft`` then holds its parameters, if any.
       rule: a ``Rule`` of your own in place of the config's strategy, a function that returns one,

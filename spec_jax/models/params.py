@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,16 @@ def flat_table(table: Mapping[str, Any]) -> dict[str, ParamSpec]:
         inner = {"": entry} if isinstance(entry, ParamSpec) else flat_table(entry)
         flat |= {f"{name}.{key}".removesuffix("."): spec for key, spec in inner.items()}
     return flat
+
+
+def nest(flat: Mapping[str, Any]) -> Params:
+    """Returns the opposite of ``flat_table``, of weights or of anything else by name."""
+    nested: Params = {}
+    for name, entry in flat.items():
+        *outer, last = name.split(".")
+        place = functools.reduce(lambda inner, key: inner.setdefault(key, {}), outer, nested)
+        place[last] = entry
+    return nested
 
 
 def check_weights(params: Mapping[str, Any], shapes: Mapping[str, Any], owner: str) -> None:

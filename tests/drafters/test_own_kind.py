@@ -51,7 +51,7 @@ def test_it_is_found_read_and_written(files, target, tmp_path):
     again = load_draft(tmp_path, target, method="gate")
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
     registry.unregister("gate")
-    with pytest.raises(ConfigError, match="known kinds: standalone, eagle, mtp"):
+    with pytest.raises(ConfigError, match="known kinds: standalone, eagle, peagle, mtp"):
         load_draft(files / "head", target)
     with pytest.raises(ConfigError, match="speculative_method is 'gate'; expected one of stand"):
         SpeculativeConfig("gate")

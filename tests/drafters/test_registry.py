@@ -52,8 +52,10 @@ JOINED = zeros("fc.weight", *(f"layers.0.{name}" for name in DFLASH_LAYER))
 OTHERS = {
     "DFlash of one layer, as its tensors say": (CONFIG, dflash(1)),
     "DFlash of speculators": (OF_SPECULATORS, JOINED),
-    "P-EAGLE": ({**EAGLE_3, "parallel_drafting": True, "ptd_token_id": 0}, EAGLE_3_TENSORS),
-    "P-EAGLE, as its tensors say": (EAGLE_3, EAGLE_3_TENSORS | zeros("mask_hidden")),
+    "P-EAGLE, says config.json alone": (
+        {**EAGLE_3, "parallel_drafting": True, "ptd_token_id": 0},
+        EAGLE_3_TENSORS,
+    ),
     "several layers": (EAGLE_3, EAGLE_3_TENSORS | zeros("layers.1.mlp.up_proj.weight")),
 }
 
@@ -76,11 +78,19 @@ def test_block_drafters_are_told_apart_by_their_steps(tmp_path):
         assert registry.detect(write(tmp_path / name, hf, tensors)).name == name
 
 
+def test_a_head_with_a_masked_state_is_told_apart_from_an_eagle_head(tmp_path):
+    """Whatever config.json says, and whatever its first layer is called."""
+    for i, hf in enumerate((EAGLE_3, {**EAGLE_3, "parallel_drafting": True, "pard_token": 0})):
+        (tmp_path / str(i)).mkdir()
+        directory = write(tmp_path / str(i), hf, EAGLE_3_TENSORS | zeros("mask_hidden"))
+        assert registry.detect(directory).name == "peagle"
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_fc_weight_alone_makes_no_eagle_head(tmp_path, name):
     config, tensors = OTHERS[name]
     directory = write(tmp_path, config, tensors)
-    message = "holds no known kind of draft: .*known kinds: standalone, eagle, mtp"
+    message = "holds no known kind of draft: .*known kinds: standalone, eagle, peagle, mtp"
     with pytest.raises(ConfigError, match=message) as error:
         load_draft(directory, TARGET)
     assert str(config.get("architectures", CONFIG["model_type"])) in str(error.value)
@@ -146,7 +156,7 @@ def test_a_config_takes_every_registered_method_and_no_other():
         SpeculativeConfig(method)
     with pytest.raises(ConfigError, match="expected one of standalone, .* mtp, dflash"):
         SpeculativeConfig("dflush")
-    heads = ["eagle", "mtp", "dflash", "dspark", "treeflash"]
+    heads = ["eagle", "peagle", "mtp", "dflash", "dspark", "treeflash"]
     assert list(METHODS) == ["standalone", "ngram", "suffix", *heads]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import pathlib
 from typing import Any
 
@@ -19,7 +21,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.drafters.common.vocabulary import check_offsets
 from spec_jax.drafters.eagle import formats
-from spec_jax.drafters.eagle.formats import SPECFORGE, SPECULATORS, file_name
+from spec_jax.drafters.eagle.formats import SPECFORGE, SPECULATORS, file_names
 from spec_jax.drafters.eagle.model import EagleConfig, check_head, head_table
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import ConfigError, WeightsError
@@ -27,7 +29,7 @@ from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.checks import integers_of
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.files import check_not_quantised, naming, read_json, write_json, write_once
-from spec_jax.models.params import check_weights, table_placement
+from spec_jax.models.params import check_weights, flat_table, nest, table_placement
 from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts
 from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import StrictReader, on_host, open_tensors, save_tensors
@@ -73,11 +75,11 @@ def read_head(
     """
     directory, notes = pathlib.Path(directory), []
     file = directory / "config.json"
-    formats.check_overrides(overrides)
     hf = read_json(file)
     check_not_quantised(file, hf)
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(directory, stack)
+        formats.check_overrides(overrides, formats.has_masks(tensors.left))
         with naming(file):
             format = formats.find_format(hf, tensors.left)
         fc_in = _num_inputs(directory, tensors)
@@ -89,17 +91,17 @@ def read_head(
             config = _share_embed(tensors, config, compared, notes, mesh, axis_rules)
         is_midlayer = any(name.startswith("midlayer.") for name in tensors.left)
         prefix = "midlayer." if is_midlayer else "layers.0."
-        table, shardings = head_table(config), {}
+        table, shardings = flat_table(head_table(config)), {}
         if mesh is not None:  # refuses a mesh before a weight is read
             shardings = table_placement(str(directory), config.layer, table, mesh, axis_rules)
             shardings["d2t"] = NamedSharding(mesh, PartitionSpec())
-        read = lambda spec: tensors.weight(file_name(spec, prefix), spec, dtype)
-        weights = {name: read(spec) for name, spec in table.items()}
+        names = file_names(config, prefix)
+        weights = {name: tensors.weight(*names[name], dtype) for name in table}
         if config.version == 3:
             weights |= _draft_vocabulary(directory, tensors, config)
         tensors.finish()
         params = {name: read_onto(tensor, shardings.get(name)) for name, tensor in weights.items()}
-    return LoadedHead(str(directory), config, params, tuple(notes), format)
+    return LoadedHead(str(directory), config, nest(params), tuple(notes), format)
 
 
 def write_head(
@@ -129,7 +131,8 @@ def write_head(
       format: "EAGLE-1", "EAGLE-3", "SpecForge" (which SGLang loads too) or "speculators".
       target_config: the config of the model it drafts for.
       target_embed: dtype[V,D], written as the embedding of a head that shares the target's. The
-        format "speculators" needs it; "SpecForge" leaves it out, as its loaders always share.
+        format "speculators" needs it; "SpecForge" leaves it out but of P-EAGLE, as its loaders
+        always share.
       dtype: the dtype to store, "float32", "bfloat16" or "float16"; by default the weights' own.
       num_speculative_tokens: tokens drafted a round, for the format "speculators".
       verifier: the target's name or path for the format "speculators", which needs it, as its
@@ -148,15 +151,17 @@ def write_head(
     check_head(config, params)
     dtype = jnp.dtype(params["fc"].dtype if dtype is None else dtype)
     U, V = config.layer.vocab_size, config.target_vocab_size
-    prefix, table = formats.FORMATS[format].prefix, head_table(config)
-    stored = {name: as_stored(params[name], spec, dtype) for name, spec in table.items()}
-    tensors = {file_name(table[name], prefix): array for name, array in stored.items()}
+    tensors = {}
+    for name, (stored, spec) in file_names(config, formats.prefix_of(config, format)).items():
+        weight = functools.reduce(operator.getitem, name.split("."), params)
+        tensors[stored] = as_stored(weight, spec, dtype)
     # SpecForge's own converter asks for the tables of ids where the vocabularies are equal, too.
     if config.version == 3 and (U < V or format == SPECFORGE):
         d2t = on_host(params.get("d2t", np.zeros(U, np.int32)))  # offsets from draft ids
         t2d = np.isin(np.arange(V), np.arange(U) + d2t)  # which ids can be drafted
         tensors |= {"d2t": check_offsets(d2t, t2d, V).astype(np.int64), "t2d": t2d}
-    if target_embed is not None and not config.own_embed and format != SPECFORGE:
+    has_copy = config.is_parallel or format != SPECFORGE
+    if target_embed is not None and not config.own_embed and has_copy:
         shape = (V, config.layer.hidden_size)
         check_weights({"target_embed": target_embed}, {"target_embed": shape}, "")
         tensors[_EMBED] = as_stored(target_embed, ParamSpec(shape, (), _EMBED), dtype)

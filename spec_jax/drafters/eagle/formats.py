@@ -3,8 +3,8 @@
 The same key means different things in different projects, and some keys are left out. ``FORMATS``,
 ``OPTIONS`` and ``DOUBTS`` hold what differs. Reading appends a note for every choice that a file
 leaves open; writing leaves none open, and refuses what a format's loaders would read as something
-else. Two keys are used by this project alone: ``own_embed``, and ``taps``, the states before the
-layers of these numbers.
+else. Three keys are used by this project alone: ``own_embed``; ``taps``, the states before the
+layers of these numbers; and ``max_draft`` of P-EAGLE.
 
 Source: the loaders of SafeAILab/EAGLE, SpecForge, SGLang, vLLM and vllm-project/speculators 0.9.
 """
@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from spec_jax.drafters.common.formats import speculators_config
-from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig, head_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.params import flat_table
 from spec_jax.models.specs import ParamSpec
 
 EAGLE_1, EAGLE_3, SPECFORGE, SPECULATORS = "EAGLE-1", "EAGLE-3", "SpecForge", "speculators"
 _LAYER, _IDS = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids"
 _USES_IDS = "use_aux_hidden_state"
+_MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")  # of speculators, vLLM, and PARD
 
 
 class EagleFormat(NamedTuple):
@@ -34,18 +37,20 @@ class EagleFormat(NamedTuple):
       version: the version of EAGLE.
       prefix: how the names of the layer's tensors begin.
       architecture: in config.json; None means the architecture of the layer's family.
+      parallel: the same of a P-EAGLE head, whose first layer is "layers.0."; None: it has none.
     """
 
     version: int
     prefix: str
     architecture: str | None = None
+    parallel: str | None = None
 
 
 FORMATS = {  # of each version, the preferred one first
     EAGLE_1: EagleFormat(1, "layers.0."),
-    SPECFORGE: EagleFormat(3, "midlayer.", "LlamaForCausalLMEagle3"),
+    SPECFORGE: EagleFormat(3, "midlayer.", "LlamaForCausalLMEagle3", "PEagleDraftModel"),
     EAGLE_3: EagleFormat(3, "midlayer."),
-    SPECULATORS: EagleFormat(3, "layers.0.", "Eagle3Speculator"),
+    SPECULATORS: EagleFormat(3, "layers.0.", "Eagle3Speculator", "PEagleSpeculator"),
 }
 
 
@@ -85,14 +90,38 @@ DOUBTS = {
 }
 
 
-def formats_of(version: int) -> tuple[str, ...]:
-    """Returns the names of the formats of a version of EAGLE, the preferred one first."""
-    return tuple(name for name, fmt in FORMATS.items() if fmt.version == version)
+def formats_of(version: int, is_parallel: bool = False) -> tuple[str, ...]:
+    """Returns the names of the formats of a version of EAGLE, the preferred one first.
+
+    Args:
+      version: of EAGLE.
+      is_parallel: those of P-EAGLE, which extends version 3.
+    """
+    fits = lambda fmt: fmt.version == version and (fmt.parallel is not None or not is_parallel)
+    return tuple(name for name, fmt in FORMATS.items() if fits(fmt))
 
 
-def file_name(spec: ParamSpec, prefix: str) -> str:
-    """Returns the name of a weight in a file whose tensors of the layer have this prefix."""
-    return spec.hf_name.replace("model.layers.{i}.", prefix)
+def file_names(config: EagleConfig, prefix: str) -> dict[str, tuple[str, ParamSpec]]:
+    """Returns the name of each weight in a file, and its declaration, by our dotted name.
+
+    Args:
+      config: the head's.
+      prefix: of the tensors of the first layer.
+    """
+    table = flat_table(head_table(config))
+    layer = lambda name: f"{name.rpartition('.')[0]}." if "." in name else prefix
+    stored = lambda name: table[name].hf_name.replace("model.layers.{i}.", layer(name))
+    return {name: (stored(name), spec) for name, spec in table.items()}
+
+
+def prefix_of(config: EagleConfig, format: str) -> str:
+    """Returns how the names of the first layer's tensors begin in files of a format."""
+    return "layers.0." if config.is_parallel else FORMATS[format].prefix
+
+
+def has_masks(names: AbstractSet[str]) -> bool:
+    """Whether the tensors of these names are those of a P-EAGLE head."""
+    return {"fc.weight", "mask_hidden"} <= names
 
 
 def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
@@ -103,16 +132,18 @@ def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
       names: the names of the tensors.
 
     Raises:
-      ConfigError: a head of speculators is not of EAGLE-3, or a part of config.json is not an
+      ConfigError: a head of speculators is no EAGLE head, or a part of config.json is not an
         object.
     """
     for name in ("eagle_config", _LAYER):
         stated_object(hf, name)
     if _LAYER in hf or "speculators_model_type" in hf:
-        kind = hf.get("speculators_model_type", "eagle3")
-        message = f"speculators_model_type {shown(kind)} is not supported; known: 'eagle3'"
-        require(kind == "eagle3", message)
+        kind, expected = hf.get("speculators_model_type"), _model_type(has_masks(names))
+        message = f"speculators_model_type {shown(kind)} is not supported; known: {expected!r}"
+        require(kind in (None, expected), message)
         return SPECULATORS
+    if has_masks(names):
+        return SPECFORGE
     if not any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names):
         return EAGLE_1
     architectures, specforge = hf.get("architectures"), FORMATS[SPECFORGE].architecture
@@ -120,14 +151,26 @@ def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
     return SPECFORGE if is_specforge or "eagle_config" in hf else EAGLE_3
 
 
+def _model_type(is_parallel: bool) -> str:
+    """The ``speculators_model_type``, and the algorithm's name there."""
+    return "peagle" if is_parallel else "eagle3"
+
+
 # -------------------------------------------------------------------------------- reading
 
 
-def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Raises a ConfigError if an argument instead of config.json has an unknown name or type."""
+def check_overrides(overrides: Mapping[str, Any], is_parallel: bool = False) -> None:
+    """Raises a ConfigError if an argument instead of config.json has an unknown name or type.
+
+    Args:
+      overrides: the arguments.
+      is_parallel: of a P-EAGLE head, which has more options.
+    """
+    known = ("taps", *OPTIONS, *(("mask_token_id", "max_draft") if is_parallel else ()))
     for name, value in overrides.items():
-        known = ("taps", *OPTIONS)
         require(name in known, f"{name} is no option of a head; known: {', '.join(known)}")
+        if name in ("mask_token_id", "max_draft"):
+            continue  # the config checks them
         expected = "a tuple of layers" if name == "taps" else "True or False"
         is_right = isinstance(value, (tuple, list) if name == "taps" else bool)
         require(is_right, f"{name} is {value!r}; expected {expected}")
@@ -152,10 +195,11 @@ def head_config(
     """
     format, width = find_format(hf, names), target.hidden_size
     version, layer = FORMATS[format].version, _layer(hf, format, names, target, notes)
-    is_narrow = layer.hidden_size != width
-    options = {name: overrides[name] for name in OPTIONS if name in overrides}
+    is_narrow, is_parallel = layer.hidden_size != width, has_masks(names)
+    options = {name: value for name, value in overrides.items() if name != "taps"}
     notes += [f"{name} is {value}: the caller says so." for name, value in options.items()]
-    defaults = {"fc_bias": version == 1, "own_embed": version == 3 and is_narrow}
+    has_embed = is_narrow or is_parallel and "embed_tokens.weight" in names
+    defaults = {"fc_bias": version == 1, "own_embed": version == 3 and has_embed}
     for name, (key, versions, tensor) in OPTIONS.items():
         if name in overrides or version not in versions:
             continue
@@ -172,7 +216,40 @@ def head_config(
             f"fc.weight takes {fc_in} features, {states} states of the target's width {width}; "
             f"taps {taps} are {len(taps)} states"
         )
-    return EagleConfig(version, layer, width, target.vocab_size, taps, **options)
+    if not is_parallel:
+        return EagleConfig(version, layer, width, target.vocab_size, taps, **options)
+    options = _parallel_options(hf, notes, overrides) | options
+    return PEagleConfig(version, layer, width, target.vocab_size, taps, **options)
+
+
+def _parallel_options(hf, notes, overrides) -> dict[str, Any]:
+    """The mask and the largest K of a P-EAGLE head."""
+    options = {}
+    if "mask_token_id" not in overrides:
+        stated = {key: _stated(hf, key) for key in _MASK_IDS}
+        ids = {value for value in stated.values() if value is not None}
+        keys = ", ".join(_MASK_IDS)
+        require(len(ids) > 0, f"config.json has none of {keys}; pass mask_token_id=...")
+        require(len(ids) == 1, f"config.json states several masks: {stated}")
+        options["mask_token_id"] = ids.pop()
+    if "max_draft" not in overrides:
+        options["max_draft"] = hf.get("max_draft", _trained_draft(hf))
+        count = options["max_draft"]
+        if count is None:
+            notes.append("config.json does not say how many drafts the head was trained for.")
+        elif "max_draft" not in hf:
+            notes.append(f"max_draft is {count}, the drafts that speculators_config proposes.")
+    return options
+
+
+def _trained_draft(hf) -> Any:
+    """K of the first proposal of ``speculators_config``, which its trainer sets to what it trains.
+
+    None where there is none.
+    """
+    methods = stated_object(hf, "speculators_config").get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else {}
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
 
 
 def _stated(hf: Mapping[str, Any], key: str) -> Any:
@@ -297,13 +374,18 @@ def head_json(
     layer = config.layer.to_hf() | config.layer.rope.spellings()
     (architecture,) = layer.pop("architectures")
     layer |= {"tie_word_embeddings": False, "vocab_size": config.target_vocab_size}
-    hf = {"own_embed": config.own_embed}
+    hf: dict[str, Any] = {"own_embed": config.own_embed}
+    if isinstance(config, PEagleConfig):
+        hf |= {key: config.mask_token_id for key in _MASK_IDS[:2]}
+        hf |= {"parallel_drafting": True, "max_draft": config.max_draft}
     if not is_speculators:
         hf |= layer | {"bias": config.fc_bias}
         hf |= {"qkv_bias": True} if config.layer.model_type == "qwen2" else {}
-    hf["architectures"] = [FORMATS[format].architecture or architecture]
+    own = FORMATS[format].parallel if config.is_parallel else FORMATS[format].architecture
+    hf["architectures"] = [own or architecture]
     if is_speculators:
-        hf |= {"speculators_model_type": "eagle3", "speculators_version": "0.9.0"}
+        kind = _model_type(config.is_parallel)
+        hf |= {"speculators_model_type": kind, "speculators_version": "0.9.0"}
     if format != EAGLE_1:
         hf["draft_vocab_size"] = config.layer.vocab_size
         # Most loaders ask whether the key is there, not for its value: EAGLE's own then leaves
@@ -317,11 +399,14 @@ def head_json(
         if format == EAGLE_3:
             hf |= norms | ids | {"taps": list(config.taps)}
         elif format == SPECFORGE:
-            if config.taps[0] == 2:  # SGLang counts outputs of layers if the first id is 1
+            if config.is_parallel:  # SGLang drafts with none
+                hf["taps"] = list(config.taps)
+            elif config.taps[0] == 2:  # SGLang counts outputs of layers if the first id is 1
                 ids = {_IDS: [tap - 1 for tap in config.taps]}
             hf |= norms | {"eagle_config": ids | {_USES_IDS: True} | norms}
         else:
-            proposal = speculators_config("eagle3", num_tokens, verifier, target)
+            num_tokens = getattr(config, "max_draft", None) or num_tokens
+            proposal = speculators_config(kind, num_tokens, verifier, target)
             hf |= ids | norms | {_LAYER: layer, "speculators_config": proposal}
     _check_is_read(hf, config, format, target)
     return hf
@@ -338,6 +423,8 @@ def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> Non
     layer, (version, *_) = config.layer, FORMATS[format]
     message = f"{format} is for heads of version {version}; this one is of {config.version}"
     require(config.version == version, message)
+    is_known = FORMATS[format].parallel is not None or not config.is_parallel
+    require(is_known, f"{format} has no P-EAGLE heads; known: {', '.join(formats_of(3, True))}")
     last, taps = target.num_hidden_layers + 1, config.taps
     message = f"taps {taps} hold {last}, the state after the final norm, unknown to loaders"
     require(version == 1 or last not in taps, message)
@@ -345,7 +432,10 @@ def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> Non
         has_biases, advice = layer.attention_bias or layer.mlp_bias, "use EAGLE-3 or speculators"
         require(not has_biases, f"the layer has biases, which SGLang leaves out; {advice}")
         message = f"own_embed is True, which SGLang ignores at the target's width; {advice}"
-        require(_is_narrow(config) or not config.own_embed, message)
+        may_own = _is_narrow(config) or config.is_parallel
+        require(may_own or not config.own_embed, message)
+        has_norms = config.is_parallel and (config.fc_norm or config.norm_before_fc)
+        require(not has_norms, "SpecForge's P-EAGLE has no norms before fc; use speculators")
     if format == SPECULATORS:
         is_known = layer.model_type in ("llama", "qwen3")
         require(is_known, f"{format} knows layers of llama and qwen3, not {layer.model_type!r}")
@@ -353,9 +443,9 @@ def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> Non
 
 def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) -> None:
     """Raises a ConfigError if a config.json is read as another config than it was written from."""
-    table = head_table(config)
-    names = {file_name(spec, FORMATS[format].prefix) for spec in table.values()}
-    read = head_config(hf, names, table["fc"].shape[0], target, {}, [])
+    table = file_names(config, prefix_of(config, format))
+    names = {name for name, _ in table.values()}
+    read = head_config(hf, names, table["fc"][1].shape[0], target, {}, [])
     layer = dataclasses.replace(config.layer, tie_word_embeddings=False)  # a head ties nothing
     expected = dataclasses.replace(config, layer=layer)
     for prefix, a, b in (("layer.", layer, read.layer), ("", expected, read)):
@@ -364,5 +454,6 @@ def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) ->
             if value != read_value:
                 raise ConfigError(
                     f"{prefix}{field.name} is {value!r}; in the format {format} it would be read "
-                    f"as {read_value!r}; known formats: {', '.join(formats_of(config.version))}"
+                    f"as {read_value!r}; known formats: "
+                    f"{', '.join(formats_of(config.version, config.is_parallel))}"
                 )

@@ -1,4 +1,4 @@
-"""The record that registers EAGLE heads."""
+"""The records that register EAGLE heads and P-EAGLE."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from spec_jax.config import SpeculativeConfig
+from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.common.formats import first_that_can_express
-from spec_jax.drafters.eagle import model
+from spec_jax.drafters.eagle import model, parallel
 from spec_jax.drafters.eagle.checkpoint import read_head, write_head
-from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, head_json
-from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, has_masks, head_json
+from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.registry import (
     DrafterKind,
     DraftFormat,
     Drafting,
+    DraftPass,
     HeadSpec,
     Training,
     recycled_passes,
@@ -31,6 +34,7 @@ from spec_jax.tree import AnyTree
 _BLOCK_KEYS = {"dflash_config", "block_size", "parallel_drafting", "mask_token_id", "ptd_token_id"}
 _BLOCK_KEYS |= {"pard_token"}
 _BLOCK_TENSORS = {"hidden_norm.weight", "mask_hidden"}
+_JOIN = ("fc*", "input_norm")
 _NORMS = ("norm_before_residual", "fc_norm", "norm_output")  # EAGLE-3.1 has the last two
 
 
@@ -55,7 +59,7 @@ def pick_format(
     Raises:
       ConfigError: no format can express this config.
     """
-    names = (format,) if format else formats_of(config.version)
+    names = (format,) if format else formats_of(config.version, config.is_parallel)
     write = lambda name: head_json(config, name, target.config, num_speculative_tokens, target.name)
     return first_that_can_express(names, write)
 
@@ -65,30 +69,71 @@ def _write(
 ) -> None:
     format = pick_format(head.config, target, format, options["num_speculative_tokens"])
     options |= {"format": format, "target_config": target.config, "verifier": target.name}
-    if format == SPECULATORS:
+    if format == SPECULATORS or head.config.is_parallel:
         options["target_embed"] = target.params["embed"]
     write_head(directory, head.config, head.params, **options)
 
 
 def _passes(config: EagleConfig, num_draft: int, tree: AnyTree | None):
     """Later passes of EAGLE-3 read the head's own states, so the target's are not joined again."""
-    unread = ("fc*", "input_norm") if config.version == 3 else ()
+    unread = _JOIN if config.version == 3 else ()
     return recycled_passes(config, num_draft, tree, unread)
 
 
-def _objective(version: int):
+def _parallel_passes(config: PEagleConfig, num_draft: int, tree: AnyTree | None):
+    """The refresh, and one pass of all masked pairs; the output head reads both at once.
+
+    The masked state is the same in all rounds, so it is joined once a call.
+    """
+    levels = num_draft if tree is None else tree.depth
+    if levels == 1:
+        return (DraftPass("refresh", 2, 1, unread=("mask_hidden",)),)
+    refresh = DraftPass("refresh", levels + 1, 0, unread=("mask_hidden", "norm", "head"))
+    return refresh, DraftPass("draft", levels - 1, levels, unread=_JOIN)
+
+
+def _parallel_drafter(draft, target: Model, config: SpeculativeConfig) -> Drafter:
+    if config.tree_shape is None:  # the depth of a tree is checked with the tree
+        parallel.check_depth(draft.config, max(config.buckets))
+    return parallel.peagle(draft.config, target, config.tree_shape)
+
+
+def _objective(name: str):
     from spec_jax.drafters.eagle import objective  # imports train
 
-    return {1: objective.EAGLE1, 3: objective.EAGLE3}[version]
+    return objective.OBJECTIVES[name]
 
 
-def _training(version: int, *options: str) -> Training:
+def _training(name: str, version: int, *options: str) -> Training:
     return Training(
-        objective=functools.partial(_objective, version),
+        objective=functools.partial(_objective, name),
         new=functools.partial(EagleConfig.of_target, version=version),
         options=options,
         formats=formats_of(version),
         trains=lambda config: config.version == version,
+    )
+
+
+def _head(config_class: type[EagleConfig], functions=None) -> HeadSpec:
+    return HeadSpec(
+        config_class=config_class,
+        table=model.head_table,
+        functions=functions,
+        init=model.init_head,
+        check=model.check_head,
+        has_panels=lambda config: family_of(config.layer).has_panels,
+    )
+
+
+def _format(detect) -> DraftFormat:
+    return DraftFormat(
+        detect=detect,
+        read=lambda directory, target, dtype, **overrides: read_head(
+            directory, target.config, dtype, target_embed=target.params["embed"], **overrides
+        ),
+        reads_in_parts=True,
+        write=_write,
+        pick=pick_format,
     )
 
 
@@ -98,22 +143,17 @@ EAGLE = DrafterKind(
         drafter=lambda draft, target, config: model.eagle(draft.config, target, config.tree_shape),
         passes=_passes,
     ),
-    head=HeadSpec(
-        config_class=EagleConfig,
-        table=model.head_table,
-        functions=model.eagle_head,
-        init=model.init_head,
-        check=model.check_head,
-        has_panels=lambda config: family_of(config.layer).has_panels,
-    ),
-    format=DraftFormat(
-        detect=is_eagle,
-        read=lambda directory, target, dtype, **overrides: read_head(
-            directory, target.config, dtype, target_embed=target.params["embed"], **overrides
-        ),
-        reads_in_parts=True,
-        write=_write,
-        pick=pick_format,
-    ),
-    training={"eagle1": _training(1), "eagle3": _training(3, "draft_vocab_size", "taps", *_NORMS)},
+    head=_head(EagleConfig, model.eagle_head),
+    format=_format(is_eagle),
+    training={
+        "eagle1": _training("eagle1", 1),
+        "eagle3": _training("eagle3", 3, "draft_vocab_size", "taps", *_NORMS),
+    },
+)
+
+PEAGLE = DrafterKind(
+    name="peagle",
+    drafting=Drafting(drafter=_parallel_drafter, passes=_parallel_passes),
+    head=_head(PEagleConfig),
+    format=_format(lambda hf, names: has_masks(names)),
 )

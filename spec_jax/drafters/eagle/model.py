@@ -1,16 +1,16 @@
-"""EAGLE heads: one decoder layer that drafts from the target's states.
+"""EAGLE heads: a decoder layer, or a few, that drafts from the target's states.
 
 Pair t joins the target's state at token t with the embedding of token t + 1, and the head predicts
-token t + 2 from it. ``drafters/common/head.py`` drafts with it.
+token t + 2 from it. ``drafters/common/head.py`` drafts with it, and ``parallel.py`` with P-EAGLE.
 
-Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840.
+Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; P-EAGLE, arXiv 2602.01469.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import require
+from spec_jax.models.checks import is_integer, require
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.cpu_layout import matmul
-from spec_jax.models.families.llama import layer_table
+from spec_jax.models.families.llama import decoder_layer, layer_table
 from spec_jax.models.layers import (
     Window,
     attention,
@@ -35,7 +35,7 @@ from spec_jax.models.layers import (
     mlp,
     rms_norm,
 )
-from spec_jax.models.params import check_weights, init_table
+from spec_jax.models.params import check_weights, init_table, shapes_of
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import by_shard, constrain, keep_layout
 from spec_jax.show.summary import short_repr
@@ -63,6 +63,8 @@ class EagleConfig:
         otherwise it shares the target's.
     """
 
+    is_parallel: ClassVar[bool] = False
+
     version: int
     layer: ModelConfig
     target_hidden_size: int
@@ -80,8 +82,9 @@ class EagleConfig:
     def __post_init__(self):
         require(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
         layers = self.layer.num_hidden_layers
-        require(layers == 1, f"the head has {layers} layers; expected 1")
-        require(not self.layer.scan_layers, "scan_layers is set; a head has one layer")
+        is_deep = layers == 1 or self.is_parallel
+        require(is_deep, f"the head has {layers} layers; expected 1")
+        require(not self.layer.scan_layers, "scan_layers is set; a head's layers are apart")
         is_old = self.version == 1
         options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
         require(not (is_old and any(options)), "norms are options of version 3")
@@ -113,8 +116,9 @@ class EagleConfig:
         target: ModelConfig,
         version: int = 3,
         draft_vocab_size: int | None = None,
+        num_layers: int = 1,
         **changes: Any,
-    ) -> EagleConfig:
+    ) -> Self:
         """Returns the config of a head with the target's layer and width.
 
         Version 1 reads the state after the final norm. Version 3 reads the three published states:
@@ -126,6 +130,7 @@ class EagleConfig:
           target: the target's config.
           version: 1 or 3.
           draft_vocab_size: U; by default the target's V.
+          num_layers: of the head; P-EAGLE alone may have several.
           **changes: fields that differ from this.
 
         Raises:
@@ -139,7 +144,7 @@ class EagleConfig:
         L, V = target.num_hidden_layers, target.vocab_size
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
         U = V if draft_vocab_size is None else draft_vocab_size
-        size = {"num_hidden_layers": 1, "vocab_size": U, "tie_word_embeddings": False}
+        size = {"num_hidden_layers": num_layers, "vocab_size": U, "tie_word_embeddings": False}
         if type(target) is not ModelConfig:  # a family whose config inherits: the head's is Llama's
             sizes = {f.name: getattr(target, f.name) for f in dataclasses.fields(ModelConfig)}
             target = ModelConfig(**sizes | {"model_type": "llama"})
@@ -150,16 +155,70 @@ class EagleConfig:
         return cls(version, **{**values, "target_vocab_size": V, **changes})
 
 
-def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PEagleConfig(EagleConfig):
+    """The shape of a P-EAGLE head: EAGLE-3's layer, usual ones behind it, and a pair for masks.
+
+    Attributes:
+      mask_token_id: the id whose embedding stands for a token that is not known.
+      max_draft: the largest K, as many drafts as the head was trained for; None: it is not known.
+    """
+
+    is_parallel: ClassVar[bool] = True
+
+    mask_token_id: int
+    max_draft: int | None = None
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.version == 3, f"version is {self.version!r}; P-EAGLE extends version 3")
+        mask, V = self.mask_token_id, self.target_vocab_size
+        is_mask = is_integer(mask) and 0 <= mask < V
+        require(is_mask, f"mask_token_id is {mask!r}; there are {V} embeddings")
+        is_count = self.max_draft is None or is_integer(self.max_draft) and self.max_draft > 0
+        require(is_count, f"max_draft is {self.max_draft!r}; expected a positive integer or None")
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return "p-eagle"
+
+    @property
+    def num_layers(self) -> int:
+        """M."""
+        return self.layer.num_hidden_layers
+
+    @classmethod
+    def of_target(
+        cls,
+        target: ModelConfig,
+        version: int = 3,
+        draft_vocab_size: int | None = None,
+        num_layers: int = 4,
+        **changes: Any,
+    ) -> Self:
+        """Returns the config of a head with the target's layer and width, see ``EagleConfig``.
+
+        It has an embedding of its own, whose last row is the mask's, and drafts 8 tokens.
+        """
+        own = {"own_embed": True, "mask_token_id": target.vocab_size - 1, "max_draft": 8}
+        return super().of_target(target, version, draft_vocab_size, num_layers, **own | changes)
+
+
+def head_table(config: EagleConfig) -> dict[str, Any]:
     """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U].
 
-    In a checkpoint, "model.layers.{i}." is the prefix of its format, see ``EagleFormat``.
+    The first layer's are apart from those of the layers behind it. In a checkpoint, of the former
+    "model.layers.{i}." is the prefix of its format, see ``EagleFormat``.
     """
     D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
     norm = lambda size, name: ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")
     is_old = config.version == 1
     size_in = D + Dt if is_old else E * Dt
-    table = {"fc": ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)}
+    fc = ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)
+    table: dict[str, Any] = {"fc": fc}
     if config.own_embed:
         size = (config.target_vocab_size, D)
         table["embed"] = ParamSpec(size, ("vocab", "embed"), "embed_tokens.weight")
@@ -179,6 +238,11 @@ def head_table(config: EagleConfig) -> dict[str, ParamSpec]:
         table["norm"] = norm(D, "norm")
         U = config.layer.vocab_size
         table["head"] = ParamSpec((D, U), ("embed", "vocab"), "lm_head.weight", is_linear=True)
+    if config.is_parallel:
+        axes = ("one", "one", "features")
+        table["mask_hidden"] = ParamSpec((1, 1, size_in), axes, "mask_hidden")
+        if behind := range(1, config.layer.num_hidden_layers):
+            table["layers"] = {str(i): layer_table(config.layer) for i in behind}
     return table | layer
 
 
@@ -193,14 +257,13 @@ def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
     Raises:
       WeightsError: a weight is missing or has another shape; it is named.
     """
-    shapes = {name: spec.shape for name, spec in head_table(config).items()}
-    U = config.layer.vocab_size
+    shapes, U = shapes_of(head_table(config)), config.layer.vocab_size
     check_weights(params, shapes | ({"d2t": (U,)} if U < config.target_vocab_size else {}), owner)
 
 
 def init_head(
     config: EagleConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Returns random weights of a head; a reduced vocabulary holds the target's first ids.
 
     Args:
@@ -238,6 +301,7 @@ def forward(
     config: EagleConfig,
     window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
+    positions: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Runs the head over pairs of a state and the token after it.
 
@@ -246,17 +310,20 @@ def forward(
       embed: dtype[V,D], the target's embedding or the head's own.
       state: dtype[B,T,D], from ``join_features``, or a state that this function returned.
       tokens: i32[B,T], the token after each state.
-      cache: a cache of one layer, or None.
+      cache: a cache of the head's layers, or None.
       config: the head's shape.
       window_offset: slots of the window that earlier calls since the last commit filled.
       window_mask: bool[B|1,T,W], what of the window each pair sees, see ``Window.after``.
+      positions: i32[B,T], rotary positions, likewise.
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
     """
     layer, eps = config.layer, config.layer.rms_norm_eps
     e = embed_tokens(embed, tokens)
-    window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
+    window = Window.after(
+        layer, cache, *tokens.shape, window_offset, positions, window_mask=window_mask
+    )
     if config.version == 1:
         both = constrain(jnp.concatenate([e, state], axis=-1), "batch")  # its halves split alike
         x = constrain(linear(both, head, "fc"), "batch")
@@ -266,7 +333,10 @@ def forward(
     both = jnp.concatenate([rms_norm(e, head["embed_norm"], eps), normed], axis=-1)
     h, cache = attention(head, both, cache, 0, window, layer)
     x = normed if config.norm_before_residual else state
-    return constrain(mlp(head, x + h, layer), "batch"), cache
+    x = constrain(mlp(head, x + h, layer), "batch")
+    for i in range(1, layer.num_hidden_layers):
+        x, cache = decoder_layer(head["layers"][str(i)], x, cache, i, window, layer)
+    return x, cache
 
 
 def recycle(head: dict, x: jax.Array, config: EagleConfig) -> jax.Array:

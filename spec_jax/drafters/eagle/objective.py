@@ -132,3 +132,4 @@ def eagle3_loss(
 
 EAGLE1 = Objective("eagle1", eagle1_loss)
 EAGLE3 = Objective("eagle3", eagle3_loss, constants=("d2t",))
+OBJECTIVES = {objective.name: objective for objective in (EAGLE1, EAGLE3)}

@@ -1,0 +1,94 @@
+"""P-EAGLE heads with random weights, for a tiny target and for the toy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.tiny_models import LLAMA, random_tensor, random_weights
+
+from spec_jax.drafters.eagle.formats import file_names
+from spec_jax.drafters.eagle.model import PEagleConfig
+from spec_jax.drafters.eagle.parallel import peagle
+from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.models import transformer
+from spec_jax.models.config import ModelConfig
+from spec_jax.models.params import nest
+
+V, U = LLAMA.vocab_size, 20
+TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])  # of the target, that it drafts
+SIZES = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=6, rms_norm_eps=1e-5)
+
+
+def new(layer=None, **changes):
+    """A head of two layers with sizes of its own, which reads three states."""
+    config = PEagleConfig.of_target(
+        LLAMA, num_layers=2, **dict(taps=(0, 1, 2), max_draft=5, mask_token_id=7) | changes
+    )
+    return dataclasses.replace(
+        config, layer=dataclasses.replace(config.layer, **SIZES | (layer or {}))
+    )
+
+
+HEADS = {
+    "p-eagle": new(draft_vocab_size=U, norm_before_residual=True),
+    "norm over all states": new(norm_before_fc=True, own_embed=False),
+    "norm of each state": new(layer=dict(model_type="qwen3"), fc_norm=True, draft_vocab_size=U),
+    "one layer": new(layer=dict(num_hidden_layers=1)),
+}
+
+
+def tensors_of(config, seed=0):
+    """Random published tensors by name, stored ``[out, in]``."""
+    shape = lambda spec: spec.shape[::-1] if spec.is_linear else spec.shape
+    specs = file_names(config, "layers.0.").values()
+    return {name: 1.5 * random_tensor(name, shape(spec), seed) for name, spec in specs}
+
+
+def head_of(config, seed=0):
+    """The head of ``tensors_of``."""
+    tensors = tensors_of(config, seed)
+    turned = lambda name, spec: tensors[name].T if spec.is_linear else tensors[name]
+    names = file_names(config, "layers.0.").items()
+    params = nest({ours: jnp.asarray(turned(*stored)) for ours, stored in names})
+    if (size := config.layer.vocab_size) < config.target_vocab_size:
+        ids = IDS if config.target_vocab_size == V else np.arange(size)
+        params["d2t"] = jnp.asarray(ids - np.arange(size), jnp.int32)
+    return LoadedHead(config.name, config, params)
+
+
+def toy_config(vocab_size):
+    """A head for the toy target, whose states are its logits."""
+    layer = ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=8,
+        intermediate_size=6,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=128,
+    )
+    return PEagleConfig(
+        version=3,
+        layer=layer,
+        target_hidden_size=vocab_size,
+        target_vocab_size=vocab_size,
+        taps=(1,),
+        own_embed=True,
+        mask_token_id=vocab_size - 1,
+    )
+
+
+def toy_maker(tree=None):
+    """``make(target)`` of a certificate."""
+    return lambda target: peagle(toy_config(target.model.vocab_size), target.model, tree)
+
+
+def toy_params(target):
+    """``params(target)`` of a certificate."""
+    head = jax.tree.map(lambda w: 2 * w, head_of(toy_config(target.model.vocab_size)).params)
+    return {"head": head, "target": target.params}
