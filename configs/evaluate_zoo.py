@@ -77,6 +77,9 @@ def get_config() -> ConfigDict:
     config.has_expected = False  # also report the rule's expected acceptance, if it costs nothing
     # Also report acceptance by kind of token: whitespace, identifier, digit, punctuation, other.
     config.has_acceptance_by_kind = False
+    # Also report what follows accepted first children and their siblings, and how close that comes
+    # to what any rule could accept. Rounds take longer while it is counted.
+    config.has_acceptance_by_place = False
     config.num_shown = 2  # questions of each category whose tokens get their probabilities
     # Decode greedy rows that differ from plain decoding once more, and say of each whether rounding
     # or a bug explains it, see docs/audit.md.

@@ -19,8 +19,8 @@ from spec_jax.evaluation.results import CellResult
 from spec_jax.evaluation.summary import (
     MEANINGS,
     conclusions,
+    counted_sections,
     interval_text,
-    kinds_sections,
     number,
     results_table,
 )
@@ -210,7 +210,7 @@ def best_cells(results: Sequence[CellResult]) -> list[CellResult]:
 def sections(results: Sequence[CellResult]) -> list[Section]:
     """Returns the tables after the first one."""
     shown = first_batch(results)
-    tables = [_acceptance(shown), *kinds_sections(shown)]
+    tables = [_acceptance(shown), *counted_sections(shown)]
     for temperature in dict.fromkeys(r.cell.temperature for r in shown):
         group = [r for r in shown if r.cell.temperature == temperature]
         if group[0].categories:

@@ -248,6 +248,7 @@ class Setup(NamedTuple):
             rule=self.rule,
             has_audit=config.has_audit,
             token_kinds=self.token_kinds,
+            has_places=config.has_acceptance_by_place,
             layout=layout,
             by_dtype=self.by_dtype,
         )

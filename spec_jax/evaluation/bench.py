@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.contracts import Drafter, Observer, Rule
 from spec_jax.decoding import acceptance_by_kind
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
 from spec_jax.evaluation.mesh import MeshOptions
+from spec_jax.evaluation.places import ACCEPTANCE_BY_PLACE
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 from spec_jax.sampling import draft_samplers
@@ -75,6 +76,7 @@ class Bench:
       rule: A custom rule, or None.
       has_audit: Whether rows that differ from plain decoding's are decoded again, to explain them.
       token_kinds: The kind of each token, to count acceptance by kind; None: it is not counted.
+      has_places: Whether to count acceptance by place, see ``places``; rounds take longer.
       layout: Indices of the prompts of each batch, ``batch`` of them or fewer; by default all
         prompts in their order. A batch that lacks prompts is filled up with its own ones again.
       by_dtype: Target and drafts of the cells that have a dtype, by the dtype.
@@ -94,6 +96,7 @@ class Bench:
     rule: Rule | None = None
     has_audit: bool = False
     token_kinds: np.ndarray | None = None
+    has_places: bool = False
     layout: Sequence[Sequence[int]] = ()
     by_dtype: Mapping[str, tuple[LoadedModel, Mapping[str, Draft]]] = dataclasses.field(
         default_factory=dict
@@ -150,9 +153,13 @@ class Bench:
             has_expected=has_expected,
             drafter=drafter,
             rule=rule,
-            observers=() if self.token_kinds is None else [acceptance_by_kind(self.token_kinds)],
+            observers=self._observers(),
             **self.devices.options(loaded),
         )
+
+    def _observers(self) -> list[Observer]:
+        kinds = [] if self.token_kinds is None else [acceptance_by_kind(self.token_kinds)]
+        return [*kinds, ACCEPTANCE_BY_PLACE] if self.has_places else kinds
 
     def _config(self, cell: Cell) -> SpeculativeConfig:
         draft, options = self.drafts[cell.method], {"num_speculative_tokens": cell.k}

@@ -24,6 +24,7 @@ from spec_jax.evaluation import costs as pass_costs
 from spec_jax.evaluation import summary
 from spec_jax.evaluation.bench import Bench, CellOutput, Run, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
+from spec_jax.evaluation.places import PlaceResult
 from spec_jax.evaluation.results import (
     NONE,
     CategoryResult,
@@ -239,8 +240,8 @@ def results_of(
             name: _category(tally, plain, count, questions, group, chosen)
             for name, (group, chosen) in (categories or {}).items()
         }
-        kinds = KindResult.of(of_questions)
-        result = dataclasses.replace(result, categories=parts, kinds=kinds)
+        kinds, places = KindResult.of(of_questions), PlaceResult.of(of_questions)
+        result = dataclasses.replace(result, categories=parts, kinds=kinds, places=places)
         first = _first_of_same_k([t.cell for t in tallies], cell)
         if first is not None:
             difference = count.less(counts[first])
@@ -391,7 +392,7 @@ class Comparison:
     def __str__(self) -> str:
         notes = [f"note: {note}" for note in self.notes]
         tables = [summary.results_table(self.results)]
-        tables += [section.text() for section in summary.kinds_sections(self.results)]
+        tables += [section.text() for section in summary.counted_sections(self.results)]
         return "\n".join([self.title, "", "\n\n".join(tables), "", *self.conclusions, *notes])
 
     __repr__ = __str__
@@ -428,6 +429,7 @@ def compare(
     sampler: SamplerConfig = SamplerConfig(),
     has_costs: bool = True,
     has_acceptance_by_kind: bool = False,
+    has_acceptance_by_place: bool = False,
 ) -> Comparison:
     """Compares drafts with plain decoding of the same prompts.
 
@@ -452,6 +454,8 @@ def compare(
       sampler: Filters and penalties; prompt i has seed ``sampler.seed + i``.
       has_costs: Whether to time passes, which predicts speed-ups.
       has_acceptance_by_kind: Whether to count acceptance by kind of token, see ``token_kinds``.
+      has_acceptance_by_place: Whether to count what follows the accepted nodes of trees, see
+        ``places``; rounds take longer.
 
     Returns:
       A ``Comparison``, with a table, a plot and an HTML representation.
@@ -488,6 +492,7 @@ def compare(
         raise ConfigError(f"{empty} is empty; expected one value or more")
     cells = make_cells(named, by_name, temperatures, rules, copying_rules, trees, rule)
     bench = Bench(target, named, ids, sampler, max_new_tokens, min(batch, len(ids)), rule=rule)
+    bench.has_places = has_acceptance_by_place
     if has_acceptance_by_kind:
         if target.tokenizer is None:
             raise ConfigError(f"{target.name} has no tokenizer, so its tokens have no known kinds")

@@ -12,6 +12,7 @@ import numpy as np
 from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.bench import CellOutput
 from spec_jax.evaluation.cells import Cell
+from spec_jax.evaluation.places import PlaceResult
 from spec_jax.evaluation.token_kinds import TOKEN_KINDS
 from spec_jax.intervals import Interval, jackknife
 
@@ -189,6 +190,7 @@ class CellResult:
       round_time: Of what a round consists; None if passes were not measured.
       categories: By category, if there are several.
       kinds: Acceptance by kind of token, if it was counted.
+      places: Acceptance by place in the chain or tree, if it was counted.
       compared_with: The label of the first draft's cell of the same K; empty if there is none.
       difference: Tau and acceptance less that cell's, by question.
       teacher_forced: The acceptance of the unrolling that trains the head, by position.
@@ -215,6 +217,7 @@ class CellResult:
     round_time: RoundTime | None = None
     categories: Mapping[str, CategoryResult] = dataclasses.field(default_factory=dict)
     kinds: Mapping[str, KindResult] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, PlaceResult] = dataclasses.field(default_factory=dict)
     compared_with: str = ""
     difference: tuple[Interval, ...] = ()
     teacher_forced: tuple[float, ...] = ()
@@ -267,6 +270,8 @@ class CellResult:
             entry |= self.round_time.to_dict(is_plain)
         if self.kinds:
             entry["acceptance_by_kind"] = {n: x.to_dict() for n, x in self.kinds.items()}
+        if self.places:
+            entry["acceptance_by_place"] = {n: x.to_dict() for n, x in self.places.items()}
         if self.difference:
             entry |= {"compared_with": self.compared_with, "difference": self.difference}
         if self.teacher_forced:

@@ -88,9 +88,30 @@ def results_table(results: Sequence[CellResult], *, is_markdown: bool = False) -
     return table([*MEANINGS], rows, numbers=_NUMBERS, is_markdown=is_markdown)
 
 
-def kinds_sections(results: Sequence[CellResult]) -> list[Section]:
-    """Returns the table of acceptance by kind of token, if it was counted."""
-    counted = [r for r in results if r.kinds]
+def counted_sections(results: Sequence[CellResult]) -> list[Section]:
+    """Returns the tables of acceptance by kind of token and by place, if they were counted."""
+    return [*_by_kind([r for r in results if r.kinds]), *_by_place(results)]
+
+
+def _by_place(results: Sequence[CellResult]) -> list[Section]:
+    rows = [
+        [
+            r.cell.name,
+            f"{r.cell.temperature:g}",
+            place,
+            str(found.reached),
+            *(f"{x:.2f}" for x in found[1:]),
+        ]
+        for r in results
+        for place, found in r.places.items()
+    ]
+    columns = ["reached", "first child", "any child", "bound", "any / bound"]
+    title = "Acceptance by place: what follows each accepted token that has drafts after it"
+    header = ["method", "T", "after", *columns]
+    return [Section(title, header, rows, ("T", "reached"))] if rows else []
+
+
+def _by_kind(counted: Sequence[CellResult]) -> list[Section]:
     if not counted:
         return []
     kinds = [*counted[0].kinds]
@@ -106,7 +127,7 @@ def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[st
     """Returns the results as HTML, for a notebook."""
     rows = [[*MEANINGS], *map(_row, results)]
     html = page.table(title, [*rows, *(["", line] for line in sentences)])
-    parts = kinds_sections(results)
+    parts = counted_sections(results)
     return html + "".join(page.table(part.title, [part.header, *part.rows]) for part in parts)
 
 

@@ -33,7 +33,8 @@ def pair(tmp_path_factory):
 def comparison(pair):
     """Of a cell of a notebook: two drafts with intervals."""
     target = spec_jax.load_model(pair / "target")
-    options = dict(ks=2, max_new_tokens=6, has_costs=False, has_acceptance_by_kind=True)
+    options = dict(ks=2, max_new_tokens=6, has_costs=False)
+    options |= dict(has_acceptance_by_kind=True, has_acceptance_by_place=True)
     return spec_jax.compare(target, {"twin": target, "ngram": "ngram"}, PROMPTS, **options)
 
 
@@ -51,11 +52,15 @@ def test_two_drafts_are_compared_in_three_lines(comparison):
         assert r.speedup.value == pytest.approx(r.tokens_per_s / r.plain_tokens_per_s)
         assert 0 <= r.speedup.low < r.speedup.value < r.speedup.high
     assert math.isnan(plain.speedup.low) and plain.speedup.value == 1
+    assert all(x.accepted.value == x.share.value == 1 for x in twin.places.values())
+    assert sum(x.reached for x in ngram.places.values()) == sum(ngram.stats.reached_at)
+    assert not plain.places
 
 
 def test_it_shows_as_text_as_html_and_as_a_plot(comparison):
     text, html = str(comparison), comparison._repr_html_()
-    for part in ("twin", "ngram", "95 % interval", "at T=0", "Acceptance by kind", "identifier"):
+    titles = ("Acceptance by kind", "Acceptance by place")
+    for part in ("twin", "ngram", "95 % interval", "at T=0", "identifier", *titles):
         assert part in text and part in html
     assert repr(comparison) == text and "<script" not in html
     figure = comparison.plot()

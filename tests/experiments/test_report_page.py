@@ -193,7 +193,7 @@ def test_acceptance_by_kind_of_token_has_a_table_if_it_was_counted():
         "space": KindResult(4, 1, Interval(0.25, 0.1, 0.4)),
     }
     page = page_of([plain(), result(kinds=kinds)])
-    assert "kinds" in page.sections and "kinds" not in page_of([plain(), result()]).sections
+    assert "counted" in page.sections and "counted" not in page_of([plain(), result()]).sections
     assert page.row("method", "T", "word", "space")
     row = ["eagle-3 K=3", "0", "0.75 (0.50 to 0.90)", "0.25 (0.10 to 0.40)"]
     assert page.row("eagle-3 K=3", "0", row[2]) == row

@@ -21,9 +21,9 @@ from spec_jax.evaluation.results import CategoryResult, CellResult
 from spec_jax.evaluation.summary import (
     MEANINGS,
     comparable,
+    counted_sections,
     identical_text,
     interval_text,
-    kinds_sections,
     number,
 )
 from spec_jax.intervals import Interval
@@ -77,7 +77,7 @@ def render(
         headline=headline(results),
         methods=methods_table(results),
         categories=by_category(results),
-        kinds=kinds_sections(results),
+        counted=counted_sections(results),
         curve=curve(results) if len(by_batch(results)) > 1 else None,
         predicted=predicted(results),
         plots={name: inline(text) for name, text in (plots or {}).items()},
