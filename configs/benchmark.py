@@ -62,6 +62,21 @@ def get_config() -> ConfigDict:
             "seed": 0,
         }
     )
+    language, head = train_zoo_target.get_config(), train_zoo_eagle3.get_config()
+    config.blocks = ConfigDict(
+        {
+            "shapes": "zoo,llama110m",  # of the next two
+            "zoo": _shape(language),
+            "llama110m": config.llama110m.target.to_dict(),
+            "num_layers": 2,  # of the head
+            "markov_rank": 128,  # of its bias
+            "k": 7,  # drafted tokens a round
+            "slots": 1024,
+            "prompt_tokens": 500,  # as full as the caches of the parts are
+            "repeats": 15,
+            "seed": 0,
+        }
+    )
     config.streaming = ConfigDict(
         {
             "target": config.llama110m.target.to_dict(),
@@ -119,7 +134,6 @@ def get_config() -> ConfigDict:
             "seed": 0,
         }
     )
-    language, head = train_zoo_target.get_config(), train_zoo_eagle3.get_config()
     config.training = ConfigDict(
         {  # as the zoo's own models are trained
             "target": _shape(language),
@@ -159,6 +173,7 @@ def get_config() -> ConfigDict:
             "round": 1.10,  # round over the sum of its parts; at most
             "head_round": 1.10,  # the same of a head's chain; at most
             "tree_round": 1.15,  # the same of a dynamic tree; at most
+            "block_round": 1.15,  # a round that drafts a block over its three passes; at most
             "streaming": 1.10,  # streaming over one uninterrupted loop; at most
             "replay": 1.15,  # a round that replays its window over the verify pass alone; at most
             "predicted": 0.95,  # measured over predicted; at least

@@ -7,6 +7,7 @@
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
   heads         an EAGLE-3 head on that shape: a chain and dynamic trees (tree.png)
+  blocks        a DSpark head on that shape and the zoo's: a block in one pass
   streaming     text after every round of that shape
   adaptive      adaptive K against plain decoding and the best fixed K
   cpu_layout    a target pass in every layout of the weights, on a CPU, and what to use there
@@ -35,6 +36,7 @@ from ml_collections import ConfigDict
 from configs import benchmark as default
 from experiments.benchmarks import (
     adaptive,
+    blocks,
     cpu_layout,
     heads,
     peers,
@@ -53,6 +55,7 @@ from spec_jax.show.tables import Section, table
 PARTS = {
     "llama110m": synthetic,
     "heads": heads,
+    "blocks": blocks,
     "streaming": streaming,
     "adaptive": adaptive,
     "cpu_layout": cpu_layout,

@@ -50,6 +50,9 @@ def config():
     settings = dict(tree_depth=2, tree_top_k=3, slots=128, prompt_tokens=5, repeats=2)
     config.heads.update(draft_vocab_size=20, k=2, tree_nodes=(5,), **settings)
     config.heads.target.update(TINY)
+    config.blocks.update(markov_rank=4, k=2, slots=128, prompt_tokens=5, repeats=2)
+    config.blocks.zoo.update(TINY)
+    config.blocks.llama110m.update(TINY)
     config.training.update(
         lm_batch=2, draft_vocab_size=24, num_steps=2, batch=2, length=16, repeats=2
     )
@@ -70,6 +73,7 @@ def config():
 
 BARS = dict(llama110m=("verify", "round", "predicted", "draft", "memory", "no_draft"))
 BARS |= dict(heads=("head_round", "tree_round"))
+BARS |= dict(blocks=("block_round",))
 BARS |= dict(training=("training",))
 
 
@@ -162,6 +166,8 @@ SECTIONS = [
     ("llama110m", {"slots": 16}, "need"),
     ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
     ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
+    ("blocks", {"slots": 16}, "blocks.slots is 16; prompt and rounds need"),
+    ("blocks", {"shapes": "zoo,7b"}, "blocks.shapes is 'zoo,7b'; expected some of zoo, llama110m"),
     ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
     ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
     ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
