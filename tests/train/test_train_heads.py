@@ -271,6 +271,33 @@ def test_a_chains_loss_in_chunks_is_the_weighted_mean_of_all_drafts(rows, monkey
     jax.tree.map(close, run(in_chunks), run(defined))
 
 
+def test_eagle_1_in_chunks_has_the_loss_and_the_gradient_of_all_logits_at_once(monkeypatch):
+    monkeypatch.setattr(chunks, "_ROWS", 1)
+    head, tokens = untrained("eagle-1").params, tokens_of(2, 23)
+    mask = np.random.default_rng(4).random((2, 23)) < 0.7
+    batch, at = view_of(HEADS["eagle-1"], tokens, jnp.asarray(mask)), np.nonzero(mask[:, 2:])
+    functions = eagle_head(HEADS["eagle-1"], TARGET.model)
+
+    def defined(head):
+        params = {"head": head, "target": TARGET.params}
+        x = unroll(functions, params, batch.view.features, tokens, 1)[0]
+        p, q = (TARGET.model.unembed(TARGET.params, states[at]) for states in (after, x))
+        token_loss = -(jax.nn.softmax(p) * jax.nn.log_softmax(q)).sum(axis=-1).mean()
+        distance = jnp.abs(x[at] - batch.view.features[:, 1:-1][at])
+        feature_loss = jnp.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+        return 0.3 * feature_loss + 0.7 * token_loss, (feature_loss, token_loss)
+
+    def in_chunks(head):
+        options = dict(feature_weight=0.3, token_weight=0.7, noise=0.0)
+        loss, figures = objective("eagle-1")(head, batch, TARGET.params, **options)
+        return loss, (figures["feature_loss"], figures["token_loss"])
+
+    after = batch.view.hidden[:, 1:-1]
+    run = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(head)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, run(in_chunks), run(defined))
+
+
 def test_the_program_of_a_training_step_grows_neither_with_the_window_nor_with_the_steps():
     head = untrained("eagle-3")
 

@@ -16,7 +16,7 @@ from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
 from spec_jax.models.layers import constrain_logits
 from spec_jax.train.chunks import chain_loss
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
-from spec_jax.train.objective import Batch, Objective, chain_figures, weighted_mean
+from spec_jax.train.objective import Batch, Objective, weighted_mean
 from spec_jax.train.unroll import shifted, unroll
 
 
@@ -62,17 +62,22 @@ def eagle1_loss(
     if noise:
         uniform = jax.random.uniform(batch.key, features.shape, jnp.float32, -0.5, 0.5)
         features = features + (noise * 512 / T * uniform).astype(features.dtype)
-    (x,) = unroll(eagle_head(config, model), params, features, batch.tokens, 1)
+    x = unroll(eagle_head(config, model), params, features, batch.tokens, 1)
     weight = shifted(batch.mask, 2, T)
     next_features = shifted(batch.view.features, 1, T).astype(jnp.float32)
-    regression = smooth_l1(x.astype(jnp.float32) - next_features).mean(axis=-1)
-    q = model.unembed(target, x)
-    p = model.unembed(target, shifted(batch.view.hidden, 1, T))
+    regression = smooth_l1(x[0].astype(jnp.float32) - next_features).mean(axis=-1)
     feature_loss = weighted_mean(regression, weight)
-    token_loss = weighted_mean(soft_cross_entropy(p, q), weight)
-    figures = {"feature_loss": feature_loss, "token_loss": token_loss}
-    figures |= chain_figures([jnp.argmax(q, axis=-1)], batch, [weight])
-    return feature_weight * feature_loss + token_weight * token_loss, figures
+
+    def measure(_, states, hidden):
+        q = model.unembed(target, states)
+        p = model.unembed(target, hidden)[:, None]
+        return soft_cross_entropy(p, q), jnp.argmax(q, axis=-1)
+
+    hidden, share = batch.view.hidden[:, 1 : 1 + T], jnp.full(1, token_weight)
+    loss, figures = chain_loss(measure, {}, x, batch, hidden, share)
+    (token_loss,) = figures.pop("loss_by_step")
+    figures |= {"feature_loss": feature_loss, "token_loss": token_loss}
+    return feature_weight * feature_loss + loss, figures
 
 
 def eagle3_loss(
