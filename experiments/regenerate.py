@@ -94,9 +94,8 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     """
     values = {**config.sampler, "seed": config.seed}
     samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
-    load = functools.partial(
-        load_model, dtype=config.dtype, scan_layers=config.scan_layers, mesh=where.mesh
-    )
+    layers = dict(scan_layers=config.scan_layers, attention=config.attention)
+    load = functools.partial(load_model, dtype=config.dtype, mesh=where.mesh, **layers)
     target, draft, speculative = load(config.target), None, None
     if config.draft:
         has_model = config.draft not in copying_methods()

@@ -24,6 +24,7 @@ from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
+from spec_jax.models.config import with_attention
 from spec_jax.models.families import read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.loaded import LoadedModel
@@ -139,6 +140,7 @@ def load_draft(
     dtype: DTypeLike | None = None,
     *,
     method: str | None = None,
+    attention: str | None = None,
     mesh: Mesh | str | None = None,
     axis_rules: AxisRules = SHARDED,
     **overrides: Any,
@@ -154,6 +156,7 @@ def load_draft(
       target: the model that it drafts for.
       dtype: the dtype of the weights in memory; by default the target's.
       method: the ``speculative_method`` that drafts with it; by default the kind is detected.
+      attention: how its cache is attended over, see ``load_model``.
       mesh: the devices to place the weights on, see ``load_model``.
       axis_rules: which dimensions are split over the mesh; ``sharding.REPLICATED`` for none.
       **overrides: what the checkpoint of a head leaves open, see ``load_head`` and ``load_mtp``.
@@ -161,8 +164,8 @@ def load_draft(
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
       ConfigError: it is for another target or of an unknown kind, the target has no config,
-        weights cannot have this dtype, the mesh does not divide the draft's heads, or the name is
-        that of a method that copies tokens.
+        weights cannot have this dtype, its layers lack this attention, the mesh does not divide the
+        draft's heads, or the name is that of a method that copies tokens.
     """
     _check_has_config(target)
     asked = str(name_or_path) if method is None else method
@@ -177,7 +180,8 @@ def load_draft(
     if kind.drafting.draft == "model":
         if overrides:
             raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
-        model = load_model(name_or_path, dtype, mesh=mesh, axis_rules=axis_rules)
+        where = dict(mesh=mesh, axis_rules=axis_rules)
+        model = load_model(name_or_path, dtype, attention=attention, **where)
         return dataclasses.replace(model, method=kind.name)
     if kind.format.read is None:
         raise ConfigError(
@@ -188,6 +192,9 @@ def load_draft(
     as_stated, notes = _with_stated_padding(directory, target)
     head = kind.format.read(directory, as_stated, dtype, **where, **overrides)
     head = dataclasses.replace(head, name=str(name_or_path), notes=(*notes, *head.notes))
+    layer = registry.layer_of(head.config)
+    if (own := with_attention(layer, attention)) is not layer:
+        head = dataclasses.replace(head, config=dataclasses.replace(head.config, layer=own))
     if as_stated is not target:
         head, in_parts = head.with_vocab(target.config.vocab_size), False
     return head if mesh is None or in_parts else head.on_mesh(mesh, axis_rules)

@@ -167,7 +167,11 @@ class Setup(NamedTuple):
         devices = MeshOptions.of(config)
         dtypes = config.dtype.split(",")
         target = load_model(
-            config.target, dtypes[0], scan_layers=config.scan_layers, mesh=devices.mesh
+            config.target,
+            dtypes[0],
+            scan_layers=config.scan_layers,
+            attention=config.attention,
+            mesh=devices.mesh,
         )
         drafts, ks, notes = _load_drafts(config, target, devices)
         rule = _custom_rule(config)
@@ -270,6 +274,7 @@ def _load_drafts(
                     name,
                     target,
                     config.dtype.partition(",")[0],
+                    attention=config.attention,
                     mesh=devices.mesh,
                     axis_rules=devices.draft_axis_rules,
                 )

@@ -267,6 +267,7 @@ class HeadExperiment(Experiment):
             config.target,
             self.dtype,
             scan_layers=config.scan_layers,
+            attention=config.attention,
             mesh=mesh,
             axis_rules=axis_rules,
         )

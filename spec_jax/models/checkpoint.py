@@ -22,6 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.meshes import is_accelerated
 from spec_jax.models.checks import integers_of, is_integer
+from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import read_json, write_json, write_once
 from spec_jax.models.float8 import METHOD, Dequantised, block_of, has_blocks
@@ -85,11 +86,7 @@ def load_pretrained(
         config = dataclasses.replace(config, scan_layers=is_stacked)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
-    if hasattr(config, "attention") and attention is not None:
-        config = dataclasses.replace(config, attention=attention)
-    elif attention not in (None, "auto"):
-        kind = type(config).__name__
-        raise ConfigError(f"attention is {attention!r}; layers of a {kind} know 'auto' alone")
+    config = with_attention(config, attention)
     with contextlib.ExitStack() as files:
         source = open_files(directory, files)
         check_layers(directory, config.num_hidden_layers, len(source.names()))

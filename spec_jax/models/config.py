@@ -37,6 +37,22 @@ ATTENTIONS = ("auto", "xla")
 uses splash attention on a TPU, for whole sequences of 1,024 tokens or more, as in training.
 """
 T = TypeVar("T")
+
+
+def with_attention(config: T, attention: str | None) -> T:
+    """Returns the config of a model or of a layer with this attention; None: as it is.
+
+    Raises:
+      ConfigError: There is no such attention, or layers of this kind do not know it.
+    """
+    if attention is None or (attention == "auto" and not hasattr(config, "attention")):
+        return config
+    if hasattr(config, "attention"):
+        return dataclasses.replace(config, attention=attention)
+    kind = type(config).__name__
+    raise ConfigError(f"attention is {attention!r}; layers of a {kind} know 'auto' alone")
+
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EPS_RANGE = (0, 1)  # of the epsilon of a norm
 # What float32 frequencies can be computed from.

@@ -12,9 +12,10 @@ from support.tiny_models import LLAMA, random_weights
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding.loop import prefill_target
+from spec_jax.drafters.loaded import head_of
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel, load_model
+from spec_jax.loading import LoadedModel, load_draft, load_model
 from spec_jax.models import attention, transformer
 from spec_jax.models.attention import (
     MIN_BLOCKED,
@@ -287,3 +288,19 @@ def test_the_memory_of_a_chunk_in_blocks_does_not_grow_with_the_slots(monkeypatc
 def test_an_attention_that_there_is_not_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match="attention 'flash' is not supported; known: auto, xla"):
         load_model("zoo/target", attention="flash")
+    target = load_model("zoo/target")
+    for name in ("zoo/draft", "zoo/eagle3"):
+        with pytest.raises(ConfigError, match="attention 'flash' is not supported; known: auto"):
+            load_draft(name, target, attention="flash")
+
+
+@pytest.mark.parametrize("name", ["zoo/draft", "zoo/eagle3", "zoo/mtp"])
+def test_a_drafts_cache_is_attended_over_as_it_was_loaded(name):
+    target = load_model("zoo/target")
+    for asked, expected in ((None, "auto"), ("auto", "auto"), ("xla", "xla")):
+        draft = load_draft(name, target, attention=asked)
+        is_model = isinstance(draft, LoadedModel)
+        model = draft.model if is_model else head_of(draft, target.model)
+        params = draft.params if is_model else {"head": draft.params, "target": target.params}
+        cache = jax.eval_shape(lambda: model.init_cache(params, 1, 64))
+        assert cache.attention == expected
