@@ -97,7 +97,7 @@ class DecodeQueue:
       draft_sampler: likewise.
       cancellation_token: ends the queue, beside the decoder's own token: no more prompts are
         pulled, and the rows that are running are yielded as they are, with the finish_reason
-        "cancelled"; a prompt that is being fed is fed to its end before.
+        "cancelled". A prompt that is still being fed is dropped, as if it had not been pulled.
       logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
 
     Raises:
@@ -190,8 +190,9 @@ class DecodeQueue:
                     break
                 num_active = len(rows) - len(taken) - len(self._waiting)
                 state = self._insert(state, taken, is_alone=num_active == 0)
-                is_over = bool(self._cancellation.rows())
-                state = self._feed(state, len(rows), to_the_end=is_over)
+                state, is_over = self._feed(state, rows)
+                if not rows:
+                    break
                 ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
                 num_rounds = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
                 num_rounds = 1 if self._cancellation.is_watched else num_rounds
@@ -298,9 +299,13 @@ class DecodeQueue:
             state = self._timed("prefill_s", self._engine.insert, state, row, prefix, index)
         return state
 
-    def _feed(self, state, num_rows: int, to_the_end: bool) -> decoding.DecodeState:
-        """Feeds a chunk of the prompts that wait, or more of them until any row can decode."""
-        while self._feeding:
+    def _feed(self, state, taken: dict[int, _Request]) -> tuple[decoding.DecodeState, bool]:
+        """Feeds a chunk of the prompts that wait, or more of them until any row can decode.
+
+        Returns:
+          The state, and whether the queue is cancelled. Then what waits leaves ``taken``, unfed.
+        """
+        while not (is_over := bool(self._cancellation.rows())) and self._feeding:
             rows, steps = self._feeding[0]
             prefix = self._timed(
                 "prefill_s", lambda steps=steps: jax.block_until_ready(next(steps))
@@ -308,9 +313,12 @@ class DecodeQueue:
             if prefix is not None:
                 del self._feeding[0]
                 state = self._put(state, rows, prefix)
-            if len(self._waiting) < num_rows and not to_the_end:
+            if len(self._waiting) < len(taken):
                 break
-        return state
+        for row in self._waiting if is_over else ():
+            del taken[row]
+        self._feeding = [] if is_over else self._feeding
+        return state, is_over
 
     @property
     def _waiting(self) -> set[int]:
