@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from support.published_configs import (
     DEEPSEEK_V3,
-    KIMI_K2,
     GLM_45_AIR,
+    KIMI_K2,
     QWEN_27B,
     QWEN_30B_A3B,
     QWEN_35B_A3B,
