@@ -28,6 +28,7 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
     # Zoo names, directories or hub ids, separated by commas; "ngram" and "suffix" need no model.
+    # By default, for another target: the MTP modules of its directory, if it has any, and ngram.
     config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,ngram"
     config.drafter = ""  # a custom one: module:make, see docs/write_a_drafter.md
     config.rule = ""  # a custom one: module:NAME, see docs/write_a_rule.md, or a name

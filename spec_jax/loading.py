@@ -206,11 +206,19 @@ def _detect(name_or_path: str | pathlib.Path, target: LoadedModel) -> registry.D
     kind = registry.detect(directory)
     paths = (pathlib.Path(zoo.path(name) or name) for name in (str(name_or_path), target.name))
     is_same = str(name_or_path) == target.name or len({path.resolve() for path in paths}) == 1
-    if is_own := kind.drafting.draft == "model" and is_same:
-        with contextlib.ExitStack() as stack:
-            names = frozenset(open_tensors(directory, stack).left)
-        is_own = holds_modules(read_json(directory / "config.json"), names)
+    is_own = kind.drafting.draft == "model" and is_same and has_own_modules(directory)
     return registry.find("mtp") if is_own else kind
+
+
+def has_own_modules(directory: pathlib.Path) -> bool:
+    """Returns whether a directory holds MTP modules, with or without their model.
+
+    Raises:
+      WeightsError: its files cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        names = frozenset(open_tensors(directory, stack).left)
+    return holds_modules(read_json(directory / "config.json"), names)
 
 
 def load_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, encodable, fitting, room_for_prompt
 from spec_jax.evaluation.token_kinds import token_kinds
-from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
+from spec_jax.loading import DTYPES, LoadedModel, has_own_modules, load_draft, load_model
 
 RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
 _PIECES = ("", "pieces")  # of config.data: pieces of held-out modules
@@ -45,7 +46,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
             raise ConfigError(f"--config.{name}= has no value; give numbers, such as 1,2{more}")
     usual, dtypes = evaluate_zoo.get_config(), cli.listed(config.dtype)
     if config.target != usual.target and config.drafts == usual.drafts:
-        config.drafts = "ngram"  # the zoo's drafts are for the zoo's target
+        # The zoo's drafts are for the zoo's target; a directory may hold modules for its own.
+        config.drafts = f"{config.target},ngram" if _has_modules(config.target) else "ngram"
     is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
     are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
@@ -296,6 +298,13 @@ def _load_drafts(
     if not drafts:
         raise ConfigError(f"nothing drafts for {target.name}: {'; '.join(notes)}")
     return drafts, ks, notes
+
+
+def _has_modules(target: str) -> bool:
+    """Whether a directory holds MTP modules; what cannot be read is refused when it is loaded."""
+    with contextlib.suppress(SpecJaxError):
+        return pathlib.Path(target).is_dir() and has_own_modules(pathlib.Path(target))
+    return False
 
 
 def _custom_rule(config: ConfigDict) -> Rule | None:

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from support import evaluation_run
 from support.files import experiment_files, held_out, write_lines
+from support.mtp_modules import write_with_modules
 from support.pairs import tiny_pair
 from support.runs import check_run_files
-from support.tiny_models import LLAMA
+from support.tiny_models import GLM4_MOE, LLAMA
 
 from configs import evaluate_dtypes, evaluate_specbench, evaluate_zoo
 from experiments import evaluate
@@ -191,6 +192,15 @@ def test_every_config_resolves(config):
         other = module.get_config()
         other.target = config.target
         assert resolve(other).drafts == "ngram"  # the zoo's drafts are for the zoo's target
+
+
+def test_a_target_drafts_with_the_modules_of_its_directory_unless_drafts_are_named(tmp_path):
+    write_with_modules(tmp_path, GLM4_MOE)
+    other = evaluate_zoo.get_config()
+    other.target = str(tmp_path)
+    assert resolve(other).drafts == f"{tmp_path},ngram"
+    other.drafts = "suffix"
+    assert resolve(other).drafts == "suffix"
 
 
 def test_what_cannot_be_loaded_is_left_out_with_a_note(config):
