@@ -83,6 +83,18 @@ def counted(mask: jax.Array, anchors: jax.Array, is_kept: jax.Array, num_draft: 
     return jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
 
 
+def chains(counts: jax.Array, is_right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which drafts a chain reaches and which it passes, bool[B,A,K] and i32[B,A,K].
+
+    Args:
+      counts: bool[B,A,K], see ``counted``.
+      is_right: bool[B,A,K], the drafts that count and are the text's tokens.
+    """
+    hits = jnp.cumprod(is_right, axis=2, dtype=jnp.int32)
+    before = jnp.pad(hits[:, :, :-1] > 0, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+    return counts & before, hits
+
+
 def weigh_slots(
     kind: str, counts: jax.Array, label_probs: jax.Array, *, decay: float, floor: float = 0.5
 ) -> jax.Array:

@@ -16,12 +16,14 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.block import objective
 from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.block.model import block_drafter
-from spec_jax.drafters.block.objective import Blocks, block_loss
+from spec_jax.drafters.block.objective import block_loss
 from spec_jax.drafters.block.steps import confidence_logits
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedHead
 from spec_jax.sampling import make_sampler
+from spec_jax.train import blocks
+from spec_jax.train.blocks import Blocks
 from spec_jax.train.objective import Batch, View, target_view
 from spec_jax.train.step import TrainState, train_step
 
@@ -124,8 +126,7 @@ def test_attention_is_that_of_one_explicit_mask(size, is_causal):
         mask[b, i, j] &= size is None or abs(at - key) < size
 
     def ours(q, k, v, context):
-        blocks = Blocks((context,), jnp.asarray(anchors), config)
-        return blocks.attend(q, k, v, 0, None)[0]
+        return Blocks((context,), jnp.asarray(anchors), config).attend(q, k, v, 0, None)[0]
 
     def defined(q, k, v, context):
         keys, values = (jnp.concatenate([c, x], 2).repeat(2, 1) for c, x in zip(context, (k, v)))
@@ -166,7 +167,7 @@ def test_chunks_of_blocks_are_one_sum(monkeypatch):
     mask = jnp.asarray(np.random.default_rng(1).random(TEXT.shape) < 0.8)
 
     def run(num_scores, **options):
-        monkeypatch.setattr(objective, "_SCORES", num_scores)
+        monkeypatch.setattr(blocks, "_SCORES", num_scores)
         loss = loss_of(name, num_anchors=7, **options)
         graded = jax.value_and_grad(loss, has_aux=True)
         return jax.jit(graded)(head_of(name), batch_of(name, mask), TARGET.params)

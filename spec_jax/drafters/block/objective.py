@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -21,75 +20,15 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.block.config import BlockConfig
 from spec_jax.drafters.block.model import context_states
 from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
-from spec_jax.models.attention import grouped, ungrouped
 from spec_jax.models.families.llama import decoder_layer
 from spec_jax.models.layers import Window, embed_tokens, keys_values
-from spec_jax.train.anchors import counted, draw_anchors, every_anchor, slots, weigh_slots
-from spec_jax.train.chunks import cut_chunks, rows_at_once, sum_chunks
+from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
+from spec_jax.train.blocks import Blocks, blocks_at_once
+from spec_jax.train.chunks import cut_chunks, sum_chunks
 from spec_jax.train.losses import cross_entropy, total_variation
 from spec_jax.train.objective import Batch, Objective
 
-_SCORES = 1 << 26  # of attention in a layer for the blocks that are computed together, on a device
 _CONTEXT = ("fc", "context_norm")  # what the target's states go through, once for all blocks
-
-
-@flax.struct.dataclass
-class Blocks:
-    """The keys and values that blocks see, in the place of a ``KVCache``.
-
-    Its rows are the tokens of A blocks of S tokens each, one block after the other.
-    """
-
-    context: tuple[tuple[jax.Array, jax.Array], ...]  # of each layer, dtype[B,G,W,H] twice
-    anchors: jax.Array  # i32[B,A]
-    config: BlockConfig = flax.struct.field(pytree_node=False)
-
-    @property
-    def positions(self) -> jax.Array:
-        """i32[B,A*S], those of the blocks' tokens."""
-        positions = self.anchors[:, :, None] + jnp.arange(self.config.block_size)
-        return positions.reshape(len(positions), -1)
-
-    def attend(
-        self,
-        q_BTNH: jax.Array,
-        k_BGTH: jax.Array,
-        v_BGTH: jax.Array,
-        index: int,
-        window: Window,
-        scale: float | None = None,
-    ) -> tuple[jax.Array, Blocks]:
-        """Computes the attention of a layer, see ``layers.attend_window``."""
-        del window
-        A, S = self.anchors.shape[1], self.config.block_size
-        keys, values = self.context[index]
-        W, scale = keys.shape[2], q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        in_blocks = lambda x: x.reshape(*x.shape[:-2], A, S, x.shape[-1])
-        q, own_k, own_v = map(in_blocks, (grouped(q_BTNH, keys.shape[1]), k_BGTH, v_BGTH))
-        before = product("bgrash,bgwh->bgrasw", q, keys)
-        own = product("bgrash,bgaoh->bgraso", q, own_k)
-        scores = jnp.concatenate([before, own], axis=-1) * scale
-        scores = jnp.where(self._sees(index, W)[:, None, None], scores, -1e30)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-        out = jnp.einsum("bgrasw,bgwh->bgrash", weights[..., :W], values)
-        out += jnp.einsum("bgraso,bgaoh->bgrash", weights[..., W:], own_v)
-        return ungrouped(out.reshape(*out.shape[:3], A * S, -1)), self
-
-    def _sees(self, index: int, num_tokens: int) -> jax.Array:
-        """bool[B,A,S,W+S], what each row sees of the window's tokens and then of its own block.
-
-        In a layer with a window only the positions that are nearer than its size.
-        """
-        size, row = self.config.windows[index], jnp.arange(self.config.block_size)
-        begin = self.anchors[:, :, None, None]
-        token = jnp.broadcast_to(jnp.arange(num_tokens), (*begin.shape[:3], num_tokens))
-        position = jnp.concatenate([token, begin + row], axis=-1)  # of the keys
-        distance = begin + row[:, None] - position
-        seen = jnp.concatenate([token < begin, jnp.ones((*begin.shape[:3], len(row)), bool)], -1)
-        if self.config.is_causal[index]:
-            seen = seen & (distance >= 0)
-        return seen if size is None else seen & (jnp.abs(distance) < size)
 
 
 def context_keys(
@@ -211,10 +150,7 @@ def block_loss(
         total, is_right = text_weight * loss, counts & (jnp.argmax(q, axis=-1) == labels)
         if base_weight > 0:
             total += base_weight * cross_entropy(base, labels)
-        hits = jnp.cumprod(is_right, axis=2, dtype=jnp.int32)
-        reached = counts & jnp.pad(
-            hits[:, :, :-1] > 0, ((0, 0), (0, 0), (1, 0)), constant_values=True
-        )
+        reached, hits = chains(counts, is_right)
         sums = {"weight": weights, "count": counts, "loss": loss, "right": is_right}
         sums |= {"reached": reached, "hits": hits}
         if reads_target:
@@ -230,7 +166,7 @@ def block_loss(
         by_slot = lambda x: jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
         return by_slot(weights * total).sum(), (jax.tree.map(by_slot, sums), ())
 
-    size = _blocks_at_once(batch.tokens, anchors, config)
+    size = blocks_at_once(batch.tokens, anchors, config.block_size, config.layer)
     blocks = cut_chunks(anchors, 1, size), cut_chunks(is_kept, 1, size)
     context = context_keys(head, batch.view.features, config)
     trained = {name: w for name, w in head.items() if name not in _CONTEXT}
@@ -245,13 +181,6 @@ def block_loss(
         figures["confidence_bias"] = sums["bias"] / count
     total = sums["weight"].sum()
     return jnp.where(total > 0, loss / jnp.where(total > 0, total, 1.0), 0.0), figures
-
-
-def _blocks_at_once(tokens: jax.Array, anchors: jax.Array, config: BlockConfig) -> int:
-    """How many blocks of each window are computed together: their logits and scores are bounded."""
-    (B, W), S = tokens.shape, config.block_size
-    rows = rows_at_once(B, max(_SCORES // (config.layer.num_attention_heads * (W + S)), 1))
-    return min(max(rows // (B * S), 1), anchors.shape[1])
 
 
 def text_drafts(
@@ -273,7 +202,7 @@ def text_drafts(
         before = slots(tokens, anchors, 0, num_draft)
         return jnp.argmax(scores_at(params, x, before, config, model)[1], axis=-1)
 
-    size = _blocks_at_once(tokens, anchors, config)
+    size = blocks_at_once(tokens, anchors, config.block_size, config.layer)
     drafts = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,A,K]
     return drafts.transpose(3, 1, 0, 2).reshape(num_draft, len(tokens), -1)[:, :, :T]
 
