@@ -8,7 +8,7 @@ them for compilation. Expected: the held-out loss falls and tau, printed at each
 Every value can be set on the command line, in the type that it has here:
 
     --config.target=PATH --config.data.text=chats.jsonl    another target, conversations or texts
-    --config.objective=eagle1                              or mtp, dflash, dspark, treeflash
+    --config.objective=eagle1                              or peagle, mtp, dflash, dspark, ...
     --config.data.responses=FILE                           of experiments.regenerate
     --config.head.init_from=PATH                           fine-tune an existing head
     --config.steps=2000 --config.optimizer.name=adamw --config.optimizer.lr=1e-4
@@ -29,19 +29,22 @@ def get_config() -> ConfigDict:
     config.attention = "auto"  # of the target; "xla": without a TPU's kernel for whole sequences
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
-    config.objective = "eagle3"  # eagle1, eagle3, mtp, dflash, dspark or treeflash
+    config.objective = "eagle3"  # eagle1, eagle3, peagle, mtp, dflash, dspark, treeflash
     config.head = ConfigDict(
         {
-            "draft_vocab_size": 0,  # U, for eagle3: the most frequent tokens of the data; 0: all
+            # U, for eagle3 and peagle: the most frequent tokens of the data; 0: all
+            "draft_vocab_size": 0,
             "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
-            "norm_before_residual": False,  # for eagle3: normalise the start of the residual stream
-            "fc_norm": False,  # for eagle3: normalise each tapped state, as EAGLE-3.1 does
+            # For eagle3 and peagle: normalise the start of the residual stream; each tapped state.
+            "norm_before_residual": False,
+            "fc_norm": False,
             "norm_output": False,  # for eagle3: normalise the recycled state, as EAGLE-3.1 does
             "is_warm_start": True,  # begin with the target's last layer and output head
             "init_from": "",  # a zoo name or directory of a head to continue from
             "num_modules": 1,  # for mtp
             "protocol": "recycled",  # for mtp: one module for all; "sequential": one for each
-            "num_layers": 0,  # of dflash, dspark and treeflash; 0: two
+            "num_layers": 0,  # of dflash, dspark and treeflash, 0: two; of peagle, 0: four
+            "max_draft": 0,  # for peagle: the drafts that it is trained for; 0: eight
             "block_size": 0,  # tokens of their blocks; 0: eight
             "markov_rank": 0,  # for dspark: of the bias by the token before; 0: 256
         }
@@ -50,13 +53,14 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 3,  # K of training-time test
             "decay": 0.8,  # step j has weight decay ** j
-            "divergence": "cross-entropy",  # for eagle3, see spec_jax/train/losses.py
+            "divergence": "cross-entropy",  # for eagle3, peagle, see spec_jax/train/losses.py
+            "floor": 0.2,  # for peagle: no draft weighs less
             "labels": "target",  # for mtp: the target's distribution; or "text"
             "noise": 0.0,  # added to the features of eagle1
             "feature_weight": 1.0,  # for eagle1
             "token_weight": 0.1,  # for eagle1
+            "num_anchors": 32,  # blocks or masked pairs of a window, drawn anew in every step
             # For dflash, dspark and treeflash:
-            "num_anchors": 32,  # blocks of a window, drawn anew in every step
             "slot_weights": "decay",  # or "dpace": by how often the chain gets that far
             "text_weight": placeholder(float),  # of the text's tokens; by default the objective's
             "base_weight": placeholder(float),  # of the same, not knowing the token before
@@ -108,8 +112,9 @@ def get_config() -> ConfigDict:
     )
     config.log_every = 10  # steps between two lines of metrics.jsonl
     config.checkpoint_every_s = 120.0  # seconds between two checkpoints
-    # For eagle3 SpecForge, EAGLE-3 or speculators; for dflash z-lab, DeepSpec or speculators; for
-    # dspark DeepSpec or speculators. Empty: the first that can express the head.
+    # For eagle3 SpecForge, EAGLE-3 or speculators; for peagle SpecForge or speculators; for dflash
+    # z-lab, DeepSpec or speculators; for dspark DeepSpec or speculators. Empty: the first that can
+    # express the head.
     config.export_format = ""
     config.export_dtype = "bfloat16"  # of the stored tensors
     # For mtp: also a copy of the target's directory, model/, with the modules in place of its own.

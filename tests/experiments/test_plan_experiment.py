@@ -198,7 +198,7 @@ CHANGES = [
     ({"acceptance": "none/report.json:2"}, "there is no file none/report.json"),
     ({"acceptance": __file__}, "has no row with accepted drafts"),
     ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
-    ({"draft": "eagle4"}, "none of eagle1, eagle3, mtp, dflash"),
+    ({"draft": "eagle4"}, "none of eagle1, eagle3, peagle, mtp, dflash"),
     ({"program": "fill"}, "program is 'fill'; expected decode, prefill or train"),
     ({"program": "prefill"}, "is_compiled is False; expected True for prefill"),
     (

@@ -19,6 +19,7 @@ from configs import (
     train_zoo_eagle1,
     train_zoo_eagle3,
     train_zoo_mtp,
+    train_zoo_peagle,
     train_zoo_treeflash,
 )
 from experiments import train_head
@@ -38,6 +39,7 @@ CONFIGS = (
     train_zoo_dflash,
     train_zoo_dspark,
     train_zoo_treeflash,
+    train_zoo_peagle,
     train_published_eagle1,
     train_published_eagle3,
     train_published_mtp,
@@ -164,11 +166,18 @@ def test_every_objective_trains_and_exports(files, tmp_path, version):
     check_goes_on(config, head, tmp_path)
 
 
+ANCHORED = {
+    "dspark": dict(draft_vocab_size=0, block_size=4, markov_rank=8),
+    "peagle": dict(draft_vocab_size=200, num_layers=2, max_draft=4),
+}
+
+
 @pytest.mark.exhaustive
-def test_a_stopped_run_of_a_block_drafter_goes_on_to_the_same_head(files, tmp_path):
+@pytest.mark.parametrize("objective", ANCHORED)
+def test_a_stopped_run_of_a_block_drafter_goes_on_to_the_same_head(files, tmp_path, objective):
     """Bit by bit, with other anchors in every step; and the head decodes as it was measured."""
-    config = small(files, objective="dspark", checkpoint_every_s=0.0, **{"loss.num_anchors": 4})
-    config.head.update(draft_vocab_size=0, block_size=4, markov_rank=8)
+    config = small(files, objective=objective, checkpoint_every_s=0.0, **{"loss.num_anchors": 4})
+    config.head.update(ANCHORED[objective])
     best = train_head.train(config, tmp_path / "whole")
     with stopped_at(HeadExperiment, 3):
         train_head.train(config, tmp_path / "run")
@@ -176,7 +185,11 @@ def test_a_stopped_run_of_a_block_drafter_goes_on_to_the_same_head(files, tmp_pa
     target = load_model(files / "target")
     heads = [load_draft(tmp_path / name / "export", target) for name in ("whole", "run")]
     jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
+    assert heads[0].method == objective
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    if objective == "peagle":
+        assert all("loss_by_step_4" in line for line in lines if "loss" in line)
+        return
     figures = {"accuracy_4", "confidence_bias_1", "tau_sampled"}
     assert [figures <= set(line) for line in lines if "loss" in line] == [True] * 4
     assert {"held_out_teacher_forced_tau", "held_out_tau_sampled"} <= set(lines[-1])
@@ -259,10 +272,10 @@ def test_bfloat16_keeps_float32_weights(files, tmp_path):
 
 CHANGES = [
     ({"steps": 0}, "steps is 0"),
-    ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, mtp"),
+    ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, peagle, mtp"),
     ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
     ({"length": 2}, "length is 2; expected at least 3"),
-    ({"objective": "mtp"}, "200; it is an option of eagle3, not of mtp"),
+    ({"objective": "mtp"}, "200; it is an option of eagle3, peagle, not of mtp"),
     ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
     ({"loss.divergence": "l2"}, "divergence is 'l2'"),
     ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
@@ -334,6 +347,6 @@ def test_configs_make_the_head_that_they_name(files, module):
     spec = make_head(config, target, [text], [text])
     assert spec.name == config.objective and spec.format(target, config) != ""
     if config.objective != "eagle3":
-        config.head.norm_before_residual = True
+        config.head.norm_output = True
         with pytest.raises(ConfigError, match="option of eagle3"):
             make_head(config, target, [text], [text])

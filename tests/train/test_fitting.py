@@ -40,7 +40,10 @@ def test_a_new_head_begins_with_the_targets_last_layer_and_keeps_frequent_tokens
     blocks = [spec_jax.new_head(target, name) for name in ("dflash", "dspark", "treeflash")]
     for layer in (layer for block in blocks for layer in block.params["layers"].values()):
         np.testing.assert_array_equal(layer["o"], last["o"])
-    for one in (head, other, *blocks):
+    parallel = spec_jax.new_head(target, "peagle", num_layers=2)
+    np.testing.assert_array_equal(parallel.params["embed"], target.params["embed"])
+    np.testing.assert_array_equal(parallel.params["layers"]["1"]["o"], last["o"])
+    for one in (head, other, parallel, *blocks):
         one.check_params()
 
 

@@ -11,7 +11,7 @@ from spec_jax.models.config import ModelConfig
 def from_target(
     head: dict, target: dict, config: ModelConfig, ids: jax.Array | None = None
 ) -> dict:
-    """Copies the target's last layer, final norm and output head into a head's fresh weights.
+    """Copies the target's last layer, embedding, final norm and output head into fresh weights.
 
     A weight is copied where name and shape agree. Of a map that takes embedding and state side
     by side (EAGLE-3's q, k, v), the state's half is copied. The rest stays as it is.
@@ -32,7 +32,7 @@ def from_target(
         last = target["layers"][str(L - 1)]
     output = target["head"] if "head" in target else target["embed"].T
     output = output if ids is None else output[:, ids]
-    known = {**last, "norm": target["final_norm"], "head": output}
+    known = {**last, "norm": target["final_norm"], "head": output, "embed": target["embed"]}
 
     def leaf(name, w):
         if isinstance(w, dict):

@@ -104,12 +104,19 @@ def _objective(name: str):
     return objective.OBJECTIVES[name]
 
 
-def _training(name: str, version: int, *options: str) -> Training:
+def _training(
+    name: str,
+    version: int,
+    *options: str,
+    config_class: type[EagleConfig] = EagleConfig,
+    sizes: tuple[str, ...] = (),
+) -> Training:
     return Training(
         objective=functools.partial(_objective, name),
-        new=functools.partial(EagleConfig.of_target, version=version),
-        options=options,
-        formats=formats_of(version),
+        new=functools.partial(config_class.of_target, version=version),
+        options=(*options, *sizes),
+        sizes=sizes,
+        formats=formats_of(version, config_class.is_parallel),
         trains=lambda config: config.version == version,
     )
 
@@ -156,4 +163,16 @@ PEAGLE = DrafterKind(
     drafting=Drafting(drafter=_parallel_drafter, passes=_parallel_passes),
     head=_head(PEagleConfig),
     format=_format(lambda hf, names: has_masks(names)),
+    training={
+        "peagle": _training(
+            "peagle",
+            3,
+            "draft_vocab_size",
+            "taps",
+            "max_draft",
+            *_NORMS[:2],
+            config_class=PEagleConfig,
+            sizes=("num_layers",),
+        )
+    },
 )

@@ -2,7 +2,8 @@
 
 EAGLE-1 learns the target's next feature, and the distribution that the target's output head reads
 from it. EAGLE-3 is trained by training-time test: K drafts from every pair are compared with the
-target's distribution.
+target's distribution. P-EAGLE has masked pairs in the place of its later drafts, behind some of the
+pairs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Model
 from spec_jax.drafters.eagle import model as eagle
-from spec_jax.drafters.eagle.model import EagleConfig, eagle_head
+from spec_jax.drafters.eagle.model import (
+    EagleConfig,
+    PEagleConfig,
+    eagle_head,
+    forward,
+    join_features,
+)
+from spec_jax.drafters.eagle.parallel import masked_pairs
+from spec_jax.errors import ConfigError
 from spec_jax.models.layers import constrain_logits
-from spec_jax.train.chunks import chain_loss
+from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots
+from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once
+from spec_jax.train.chunks import chain_loss, cut_chunks, sum_chunks
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective, weighted_mean
 from spec_jax.train.unroll import shifted, unroll
@@ -118,23 +129,204 @@ def eagle3_loss(
     params = {"head": head, "target": target}
     run, features = eagle_head(config, model), batch.view.features
     states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
+    compare = _compare(head, target, config, model, divergence)
+    measure = lambda scored, states, hidden: compare(scored, states, hidden[:, None])
+    hidden = batch.view.hidden[:, 1 : 1 + T]
+    shares = decay ** jnp.arange(num_steps)
+    return chain_loss(measure, _scored(head), states, batch, hidden, shares)
+
+
+def _scored(head: dict) -> dict:
+    """The weights that ``eagle.score`` reads."""
+    return {name: head[name] for name in ("norm", "head")}
+
+
+def _compare(head: dict, target: dict, config: EagleConfig, model: Model, divergence: str):
+    """``(scored, states dtype[...,D], hidden dtype[...,D]) -> (losses f32[...], drafts i32[...])``.
+
+    ``scored`` is that of ``_scored``, and ``hidden`` the target's states before its output head.
+    """
     ids, compare = eagle.draft_ids(head), make_divergence(divergence)
     is_drafted = ids if ids is None else jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
 
     def measure(scored, states, hidden):
         q = eagle.score({"head": head | scored}, states, config, model)
-        p = model.unembed(target, hidden)[:, None]
+        p = model.unembed(target, hidden)
         draft = jnp.argmax(q, axis=-1)
         if ids is None:
             return compare(p, q), draft
         is_known, p = is_drafted[jnp.argmax(p, axis=-1)], constrain_logits(p[..., ids])
         return jnp.where(is_known, compare(p, q), 0.0), ids[draft]
 
-    scored = {name: head[name] for name in ("norm", "head")}
-    hidden = batch.view.hidden[:, 1 : 1 + T]
-    return chain_loss(measure, scored, states, batch, hidden, decay ** jnp.arange(num_steps))
+    return measure
+
+
+def true_pairs(
+    params: dict, features: jax.Array, tokens: jax.Array, config: PEagleConfig
+) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
+    """Returns the states dtype[B,T,D] of the T pairs of a window, and their keys and values.
+
+    Args:
+      params: ``{"head": ..., "target": ...}``.
+      features: dtype[B,T+2,E], the target's tapped states.
+      tokens: i32[B,T+2].
+      config: the head's shape.
+    """
+    head, T = params["head"], tokens.shape[1] - 2
+    embed = params["head" if config.own_embed else "target"]["embed"]
+    state = join_features(head, features[:, :T], config)
+    cache = KeptKeys(jnp.zeros((len(tokens),), jnp.int32))
+    x, cache = forward(head, embed, state, tokens[:, 1 : 1 + T], cache, config=config)
+    return x, cache.layers
+
+
+def states_at(
+    params: dict,
+    x: jax.Array,
+    context: tuple[tuple[jax.Array, jax.Array], ...],
+    anchors: jax.Array,
+    num_draft: int,
+    config: PEagleConfig,
+    *,
+    is_remat: bool = False,
+) -> jax.Array:
+    """Returns the states dtype[B,A,K,D] that K drafts after each anchor are scored from.
+
+    Args:
+      params: ``{"head": ..., "target": ...}``.
+      x: of ``true_pairs``.
+      context: likewise.
+      anchors: i32[B,A], the tokens that stand for pending ones. The pair of the token before each
+        scores its first draft, and masked pairs behind that pair the others.
+      num_draft: K.
+      config: the head's shape.
+      is_remat: whether the backward pass computes the masked pairs again instead of storing them.
+    """
+    (B, A), S, M = anchors.shape, num_draft - 1, config.num_layers
+    first = slots(x, jnp.maximum(anchors - 1, 0), 0, 1)
+    if S == 0:
+        return first
+    blocks = Blocks(context, anchors, BlockShape(S, (None,) * M, (True,) * M))
+
+    def run(head, embed, blocks):
+        pairs, at = masked_pairs(head, B, A * S, config), blocks.positions
+        return forward(head, embed, *pairs, blocks, config=config, positions=at)[0]
+
+    embed = params["head" if config.own_embed else "target"]["embed"]
+    masked = (jax.checkpoint(run) if is_remat else run)(params["head"], embed, blocks)
+    return jnp.concatenate([first, masked.reshape(B, A, S, -1)], axis=2)
+
+
+def peagle_loss(
+    head: dict,
+    batch: Batch,
+    target: dict,
+    *,
+    config: PEagleConfig,
+    model: Model,
+    num_anchors: int = 32,
+    decay: float = 0.7,
+    floor: float = 0.2,
+    divergence: str = "forward-kl",
+    has_every_anchor: bool = False,
+    is_remat: bool = False,
+) -> tuple[jax.Array, dict]:
+    """Computes the weighted mean over K drafts of the divergence from the target's distribution.
+
+    The first draft is compared after every pair. The others are after some pairs, drawn anew in
+    every step; draft k + 1 weighs ``max(decay ** k, floor)``, the share of the pairs behind which
+    the authors' sampling keeps it. A draft counts if its token and all before it after the anchor
+    are to be predicted. Tokens that cannot be drafted count as in ``eagle3_loss``.
+
+    Source: P-EAGLE, arXiv 2602.01469, section 4; the decay and floor are those of its code.
+
+    Args:
+      head: The head's weights; all but ``d2t`` are trained.
+      batch: Windows with the target's view.
+      target: The target's weights; they are not trained.
+      config: The head's shape, which says K as ``max_draft``.
+      model: The target's functions.
+      num_anchors: A, the pairs of a window that masked ones are behind.
+      decay: See above.
+      floor: Likewise.
+      divergence: A key of ``losses.DIVERGENCES``.
+      has_every_anchor: Masked pairs are behind every K-th pair, for evaluation.
+      is_remat: See ``states_at``.
+
+    Returns:
+      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+
+    Raises:
+      ConfigError: The config does not say K.
+    """
+    K, T = config.max_draft, batch.tokens.shape[1] - 2
+    if K is None:
+        raise ConfigError("max_draft is None; a head is trained for a number of drafts")
+    if has_every_anchor:
+        anchors, is_kept = every_anchor(batch.mask, K)
+    else:
+        anchors, is_kept = draw_anchors(batch.key, batch.mask, num_anchors)
+    shares = jnp.maximum(decay ** jnp.arange(K), floor)
+    shares = shares / shares.sum()
+    params, hidden = {"head": head, "target": target}, batch.view.hidden
+    compare = _compare(head, target, config, model, divergence)
+    x, context = true_pairs(params, batch.view.features, batch.tokens, config)
+    after = hidden[:, 1 : 1 + T]
+    loss, first = chain_loss(
+        lambda scored, states, hidden: compare(scored, states, hidden[:, None]),
+        _scored(head),
+        x[None],
+        batch,
+        after,
+        shares[:1],
+    )
+    counts = counted(batch.mask, anchors, is_kept, K)
+    later = jnp.where(jnp.arange(K) > 0, shares / jnp.maximum(counts.sum(axis=(0, 1)), 1), 0.0)
+
+    def chunk(params, _, rest):
+        (head, x, context), (anchors, counts) = params, rest
+        both = {"head": head, "target": target}
+        states = states_at(both, x, context, anchors, K, config, is_remat=is_remat)
+        losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
+        is_right = counts & (drafts == slots(batch.tokens, anchors, 1, K))
+        sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(counts, is_right)))}
+        by_step = lambda x: jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+        sums = jax.tree.map(by_step, sums)
+        return (later * sums["loss"]).sum(), (sums, ())
+
+    trained = {name: w for name, w in head.items() if name not in PEAGLE.constants}
+    size = blocks_at_once(batch.tokens, anchors, K, config.layer)
+    rest = cut_chunks(anchors, 1, size), cut_chunks(counts, 1, size)
+    others, sums, _ = sum_chunks(chunk, (trained, x, context), (), rest)
+    by_step = sums["loss"] / jnp.maximum(counts.sum(axis=(0, 1)), 1)
+    figures = {"loss_by_step": by_step.at[0].set(first["loss_by_step"][0])}
+    return loss + others, figures | {name: sums[name] for name in ("reached", "hits")}
+
+
+def parallel_drafts(
+    params: dict,
+    features: jax.Array,
+    tokens: jax.Array,
+    num_draft: int,
+    *,
+    config: PEagleConfig,
+    model: Model,
+) -> jax.Array:
+    """Returns the likeliest drafts at every place of a text, see ``Objective.drafts``."""
+    T = tokens.shape[1] - 2
+    x, context = true_pairs(params, features, tokens, config)
+    anchors = jnp.broadcast_to(jnp.arange(1, T + 1), (len(tokens), T))
+
+    def at(anchors):
+        states = states_at(params, x, context, anchors, num_draft, config)
+        return jnp.argmax(eagle.unembed(params, states, config, model), axis=-1)
+
+    size = blocks_at_once(tokens, anchors, num_draft, config.layer)
+    drafts = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,A,K]
+    return drafts.transpose(3, 1, 0, 2).reshape(num_draft, len(tokens), -1)[:, :, :T]
 
 
 EAGLE1 = Objective("eagle1", eagle1_loss)
 EAGLE3 = Objective("eagle3", eagle3_loss, constants=("d2t",))
-OBJECTIVES = {objective.name: objective for objective in (EAGLE1, EAGLE3)}
+PEAGLE = Objective("peagle", peagle_loss, constants=("d2t",), drafts=parallel_drafts)
+OBJECTIVES = {objective.name: objective for objective in (EAGLE1, EAGLE3, PEAGLE)}
