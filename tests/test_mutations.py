@@ -146,6 +146,18 @@ MUTATIONS = mutants.read("""
     gates and their other halves are exchanged
         tensors.unfused: ("gate_proj", "up_proj") -> ("up_proj", "gate_proj")
         test_logits_of_a_directory_written_by_transformers
+    the value of a latent is the end of its slot
+        deepseek._attend_latents: x_[..., :rank] -> x_[..., -rank:]
+        test_latents_attend_as_expanded_keys_and_values_do
+    * a slot holds the latent before its norm
+        deepseek.attention: rms_norm(latent[..., :rank], y_, z_) -> latent[..., :rank]
+        test_logits_of_a_directory_written_by_transformers[deepseek, yarn]
+    latent attention of longer contexts is as sharp as before
+        DeepseekConfig.attention_scale: scale * x_ ** 2 -> scale
+        test_logits_of_a_directory_written_by_transformers[deepseek, yarn]
+    a row of blocks has one scale
+        float8.Dequantised.tensor: np.asarray(r) // b - y_ -> 0 * np.asarray(r)
+        test_float8_blocks_are_multiplied_by_their_scales
     a delta net adds to what its key held
         delta.correct: v_BTNH - x_ -> v_BTNH
         test_a_delta_net_equals_its_recurrence
@@ -225,7 +237,7 @@ MUTATIONS = mutants.read("""
         penalties._apply: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
         test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it
     each device writes as if it had all rows
-        KVCache.write: P("batch") -> P()
+        KVCache._put: P("batch") -> P()
         test_a_mesh_changes_no_token
     each device draws with the seeds of all rows
         sharding.by_row: x.ndim and x_ == rows -> x.ndim > 1 and x_ == rows

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from support.accept_counts import check_every_count
 from support.decoders import rule
 from support.published_configs import DEEPSEEK_V3, KIMI_K2
-from support.tiny_models import DEEPSEEK_TARGET, random_tensor, random_weights
+from support.tiny_models import DEEPSEEK_TARGET, random_tensor, random_tokens, random_weights
 
 import spec_jax
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder
@@ -23,6 +23,7 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
 from spec_jax.models import transformer
+from spec_jax.models.caches.latent import LatentCache
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
@@ -66,6 +67,31 @@ def test_a_directory_with_its_module_loads_and_is_inspected(published, tmp_path)
     assert spec_jax.load_model(tmp_path).config == TARGET
     with pytest.raises(WeightsError, match="has no MTP module"):
         spec_jax.load_mtp(tmp_path, target)
+
+
+def test_latents_attend_as_expanded_keys_and_values_do():
+    """A prompt in two passes, then a tree, against whole sequences, which are never absorbed."""
+    weights, tokens = random_weights(TARGET), random_tokens(2, 9, seed=3)
+    model = transformer.model(TARGET)
+    sees = jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
+
+    @jax.jit
+    def decode():
+        cache, hidden = model.init_cache(weights, 2, 16), []
+        for part in (tokens[:, :5], tokens[:, 5:6]):
+            output = model.forward(weights, part, cache)
+            cache = output.cache.commit(jnp.full((2,), part.shape[1]))
+            hidden.append(output.hidden)
+        assert isinstance(cache, LatentCache) and cache.keys[0].shape == (2, 16, 6 + 2)
+        hidden.append(model.forward(weights, tokens[:, 6:], cache, window_mask=sees).hidden)
+        return model.unembed(weights, jnp.concatenate(hidden, axis=1))
+
+    found = decode()
+    whole = jax.jit(lambda tokens: transformer.logits(weights, tokens, config=TARGET))
+    chain = jnp.concatenate([tokens[:, :7], tokens[:, 8:]], axis=1)  # the other child of node 6
+    assert np.abs(found).max() > 1
+    np.testing.assert_allclose(found[:, :8], whole(tokens[:, :8]), atol=2e-5)
+    np.testing.assert_allclose(found[:, 8], whole(chain)[:, 7], atol=2e-5)
 
 
 def test_layers_after_the_last_one_that_no_config_announces_are_an_error(published, tmp_path):

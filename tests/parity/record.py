@@ -38,6 +38,10 @@ DELTA |= dict(linear_value_head_dim=7)
 EXPERTS = dict(num_experts=7, num_experts_per_tok=2, moe_intermediate_size=8)
 DELTA_EXPERTS = dict(DELTA, num_hidden_layers=2, shared_expert_intermediate_size=12, **EXPERTS)
 DELTA_EXPERTS |= dict(layer_types=["linear_attention", "full_attention"])
+LATENT = dict(num_hidden_layers=2, num_key_value_heads=4, q_lora_rank=6, kv_lora_rank=5)
+LATENT |= dict(qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=7, first_k_dense_replace=1)
+LATENT |= dict(n_routed_experts=6, moe_intermediate_size=8, num_experts_per_tok=2, n_group=3)
+LATENT |= dict(topk_group=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.2))
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)),
     "llama, biases, llama3": ("Llama", dict(num_hidden_layers=1, **BIASES)),
@@ -48,6 +52,7 @@ MODELS = {
     "qwen3.5": ("Qwen3_5", DELTA),
     "qwen3.5, experts": ("Qwen3_5Moe", DELTA_EXPERTS),
     "qwen3-next": ("Qwen3Next", DELTA_EXPERTS),
+    "deepseek, yarn": ("DeepseekV3", LATENT),
     "qwen3, experts": ("Qwen3Moe", dict(ONE_LAYER, head_dim=6, **EXPERTS)),
 }
 CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}
@@ -66,10 +71,12 @@ def record_model(name, family, values):
     size = {n: x for n, x in SIZE.items() if n != "intermediate_size" or family != "Qwen3_5Moe"}
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**size, **values)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    kept = dict(model.named_parameters())
+    kept |= {name: x for name, x in model.named_buffers() if name in model.state_dict()}
+    shapes = {name: list(weight.shape) for name, weight in kept.items()}
     tokens = np.random.RandomState(0).randint(0, SIZE["vocab_size"], (1, 24))
     with torch.no_grad():
-        for tensor, weight in model.named_parameters():
+        for tensor, weight in kept.items():
             weight.copy_(torch.from_numpy(random_tensor(tensor, tuple(weight.shape), 0)))
         logits = model(torch.from_numpy(tokens)).logits[0, -4:].numpy()
     with tempfile.TemporaryDirectory() as directory:
