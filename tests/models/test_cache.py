@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from support.meshes import mesh
 from support.tiny_models import (
     BAMBA,
-    DEEPSEEK_TARGET,
+    DEEPSEEK,
     LLAMA,
     MAMBA2,
     QWEN35,
@@ -36,7 +36,7 @@ LENGTHS = np.array([5, 2, 1])
 K = 3
 SLOTS = 16
 KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA, "delta": QWEN35}
-KINDS["latent"] = DEEPSEEK_TARGET
+KINDS["latent"] = dataclasses.replace(DEEPSEEK, n_routed_experts=None, intermediate_size=24)
 STATES = {name: KINDS[name] for name in ("state", "hybrid", "delta")}
 of_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 of_state_kind = pytest.mark.parametrize("config", STATES.values(), ids=STATES)

@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.accept_counts import check_every_count
 from support.decoders import rule
+from support.mtp_modules import write_with_modules
 from support.published_configs import DEEPSEEK_V3, KIMI_K2
-from support.tiny_models import DEEPSEEK_TARGET, random_tensor, random_tokens, random_weights
+from support.tiny_models import DEEPSEEK_TARGET, random_tokens, random_weights
 
 import spec_jax
 from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder
-from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, WeightsError
@@ -42,14 +42,7 @@ K, PROMPT = 3, [3, 1, 4, 1, 5]
 def published(tmp_path_factory):
     """A directory as published: the model, and its module as the layer after the last one."""
     at = tmp_path_factory.mktemp("deepseek")
-    modules = MtpConfig.of_target(TARGET)
-    weights = {n: jnp.asarray(random_tensor(n, s.shape, 0)) for n, s in mtp_table(modules).items()}
-    write_mtp(at, modules, {"0": weights}, target_config=TARGET)
-    tensors = load_file(at / "model.safetensors")
-    save_pretrained(at, random_weights(TARGET), TARGET)
-    save_file(tensors | load_file(at / "model.safetensors"), at / "model.safetensors")
-    hf = json.loads((at / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (at / "config.json").write_text(json.dumps(hf))
+    write_with_modules(at, TARGET)
     return at
 
 
