@@ -125,11 +125,16 @@ def assemble(
 
 
 def head_counts(config: Any) -> dict[str, int]:
-    """Returns how many units the mesh has to divide for each logical axis that holds heads."""
+    """Returns how many units the mesh has to divide for each logical axis of heads or experts."""
     names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
     counts = {axis: getattr(config, name) for axis, name in names.items() if hasattr(config, name)}
     mixer = getattr(config, "mixer", None)
-    return counts if mixer is None else counts | {"state_heads": mixer.num_heads}
+    if mixer is not None:
+        counts["state_heads"] = mixer.num_heads
+    for name in ("num_experts", "n_routed_experts"):
+        if getattr(config, name, None) is not None:
+            counts["experts"] = getattr(config, name)
+    return counts
 
 
 def param_shardings(config: AnyConfig, mesh: Mesh, axis_rules: AxisRules | None = None) -> Params:
@@ -189,7 +194,7 @@ def table_placement(
 def _check_heads(
     owner: str, config: Any, table: Mapping[str, Any], mesh: Mesh, axis_rules: AxisRules
 ) -> None:
-    """Refuses a mesh that does not divide the heads, and logs what else it does not divide."""
+    """Refuses a mesh that does not divide heads or experts, and logs what else it does not."""
     counts = head_counts(config)
     check_divides(owner, counts, mesh, axis_rules)
     log_whole(owner, table, mesh, axis_rules, counts)

@@ -1,7 +1,9 @@
 """What one pass of a model or a head costs on one device, counted from its config.
 
 Every pass reads its weights and the cache once, writes the cache entries of its tokens, and writes
-and reads the logits that it scores. Weights are counted from the tables that families and heads
+and reads the logits that it scores. Of experts it reads those that one of its tokens chose: as many
+different ones as are expected if every token chooses its own at random, all alike and whatever the
+others choose. Weights are counted from the tables that families and heads
 declare, caches from their initial state, and both as ``sharding`` splits them; so whatever is
 registered is counted. Other activations are not: they may stay on the chip, as on small batches the
 logits may too.
@@ -137,6 +139,8 @@ class Stack:
 
     Attributes:
       matrices: elements of the maps that every token is multiplied with.
+      experts: elements of the maps of all routed experts, of the device's part.
+      chosen: which share of the routed experts a token chooses.
       vectors: elements of norms, biases and the like.
       width: D, the width of an embedding's row.
       embed: elements of an embedding that is read by rows only.
@@ -152,6 +156,8 @@ class Stack:
     """
 
     matrices: int = 0
+    experts: int = 0
+    chosen: float = 0.0
     vectors: int = 0
     width: int = 0
     embed: int = 0
@@ -190,7 +196,11 @@ class Stack:
     @property
     def num_params(self) -> int:
         """Elements of all weights on the device."""
-        return self.matrices + self.vectors + self.head + self.embed
+        return self.matrices + self.experts + self.vectors + self.head + self.embed
+
+    def experts_read(self, tokens: int) -> float:
+        """Elements of the experts that are expected to be chosen by any of so many tokens."""
+        return self.experts * (1 - (1 - self.chosen) ** tokens)
 
     def run(
         self,
@@ -214,10 +224,12 @@ class Stack:
         rows, item, size = setting.rows, setting.itemsize, setting.abstract_mesh.shape["tensor"]
         context = setting.context if attends else 0
         fed, logits = rows * tokens, rows * scored * scorer.vocab
-        flops = 2 * fed * self.matrices + 2 * rows * scored * scorer.head
+        maps = self.matrices + self.chosen * self.experts  # that a token is multiplied with
+        flops = 2 * fed * maps + 2 * rows * scored * scorer.head
         flops += 2 * fed * self.queries * self.slot_bytes / item * context
         flops += 4 * fed * self.fixed_bytes / item  # a state is updated, then read out
         read = item * (self.matrices + self.vectors + fed * self.width)
+        read += item * self.experts_read(fed)
         read += rows * (self.slot_bytes * context + self.fixed_bytes)
         read += item * scorer.head * (scored > 0) + _LOGIT_BYTES * logits
         written = fed * self.slot_bytes + rows * self.fixed_bytes + _LOGIT_BYTES * logits
@@ -295,8 +307,13 @@ def _stack(
     slot, fixed = _cache_bytes(layer, mesh, axis_rules, dtype)
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     uses = getattr(layer, "products_per_slot", 1)
+    is_routed = lambda p: "{e}" in p.hf_name
+    routed, maps = [p for p in specs if is_routed(p)], [p for p in specs if p.is_linear or p.is_map]
+    num_experts, num_chosen = counts.get("experts", 1), getattr(layer, "num_experts_per_tok", 1)
     return Stack(
-        matrices=sum(local(p) for p in specs if p.is_linear or p.is_map),
+        matrices=sum(local(p) for p in maps if not is_routed(p)),
+        experts=sum(map(local, routed)),
+        chosen=num_chosen / num_experts if routed else 0.0,
         vectors=sum(local(p) for p in specs if not (p.is_linear or p.is_map)),
         width=width,
         embed=0 if embed is None else local(embed),

@@ -50,7 +50,7 @@ MODELS = {
 }
 LAYERS = {
     "llama": MODELS["llama"],
-    "deepseek experts": dataclasses.replace(DEEPSEEK, num_attention_heads=8, n_routed_experts=12),
+    "deepseek experts": dataclasses.replace(DEEPSEEK, num_attention_heads=8, n_routed_experts=24),
     "qwen3-next experts": dataclasses.replace(QWEN3_NEXT, num_attention_heads=8, num_experts=8),
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import GLM4_MOE, LLAMA, random_weights
 
 from configs import decode_default, evaluate_zoo, regenerate_zoo
 from experiments.overlap import make_sides
@@ -18,6 +20,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
+from spec_jax.models.params import placement
 from spec_jax.models.specs import ParamSpec
 from spec_jax.overlap import overlap
 from spec_jax.overlap.overlap import mesh_of_side
@@ -84,6 +87,10 @@ def test_heads_that_the_mesh_does_not_divide_are_refused_with_a_size_that_does()
     with pytest.raises(ConfigError, match=message):
         sharding.check_divides("tiny", counts, mesh, sharding.SHARDED)
     sharding.check_divides("tiny", counts, mesh, sharding.REPLICATED)
+    config = dataclasses.replace(GLM4_MOE, num_attention_heads=8)
+    message = "glm has 6 experts, which the mesh axis tensor:8 does not divide; .* 1, 2, 3, 6"
+    with pytest.raises(ConfigError, match=message):
+        placement("glm", config, mesh, sharding.SHARDED)
     sharding.check_divides("tiny", {"heads": 8, "kv_heads": 4}, mesh, sharding.SHARDED)
 
 

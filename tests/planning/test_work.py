@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import pytest
-from support.published_configs import DEEPSEEK_V3
+from support.published_configs import (
+    DEEPSEEK_V3,
+    GLM_45_AIR,
+    QWEN_30B_A3B,
+    QWEN_35B_A3B,
+    QWEN_NEXT_80B,
+)
 
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.mtp.model import MtpConfig
@@ -15,10 +23,13 @@ from spec_jax.errors import ConfigError
 from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.families import family_of_type
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
+from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.params import num_params, param_shardings
-from spec_jax.planning import roofline
+from spec_jax.planning import choose, roofline
+from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import PRESETS, find_config
 from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.sharding import spec, state_axes
@@ -170,6 +181,53 @@ def test_a_published_model_of_latents_and_experts_is_counted_on_its_mesh():
     work = roofline.decode_round(config, module, 2, setting)
     assert [one.name for one in work.passes] == ["verify", "refresh", "draft"]
     assert roofline.memory(config, module, setting).cache == 62 * (512 + 64) * 2 * 8 * 1024
+
+
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12)
+SPARSE = Qwen3MoeConfig(**_SMALL, **EXPERTS)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_experts_are_read_that_any_token_is_expected_to_choose(tokens):
+    """Against every choice of every token, all equally likely; a token computes its own alone."""
+    stack, X, one = Stack.of(SPARSE, Setting()), 5, 3 * 32 * 12
+    choices = itertools.product(itertools.combinations(range(X), 2), repeat=tokens)
+    counts = [len({e for chosen in choice for e in chosen}) for choice in choices]
+    assert stack.experts == 2 * X * one and stack.num_params == num_params(SPARSE)
+    expected = 2 * one * sum(counts) / len(counts)
+    assert stack.experts_read(tokens) == pytest.approx(expected)
+    setting = Setting(context=0)
+    plain = Stack.of(dataclasses.replace(SPARSE, num_experts_per_tok=1), setting)
+    more = stack.run(setting, tokens).flops - plain.run(setting, tokens).flops
+    assert more == pytest.approx(2 * tokens * 2 * one)  # one expert more, in two layers
+
+
+PUBLISHED = {
+    "30B-A3B": QWEN_30B_A3B,
+    "35B-A3B": QWEN_35B_A3B,
+    "Next-80B": QWEN_NEXT_80B,
+    "GLM-4.5-Air": GLM_45_AIR,
+    "DeepSeek-V3": DEEPSEEK_V3,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_of_experts_is_planned_with_them_split(name):
+    published = PUBLISHED[name]
+    config = family_of_type(published["model_type"]).config.from_hf(published)
+    X = published.get("num_experts") or published["n_routed_experts"]
+    topology = Topology.parse("v5e:4x4")
+    sizes = {int(mesh.rpartition(":")[2]) for mesh in choose.meshes(config, topology, 16)}
+    assert max(sizes) == 16 and X % 16 == 0
+    whole, setting = Stack.of(config, Setting()), Setting(batch=16, mesh="data:1,tensor:16")
+    stack = Stack.of(config, setting)
+    assert whole.num_params == num_params(config) and stack.experts == whole.experts / 16
+    assert whole.experts > 0.8 * whole.num_params
+    draft = MtpConfig.of_target(config) if name != "30B-A3B" else "ngram"
+    one, many = (roofline.decode_round(config, draft, 2, Setting(batch=b)).work for b in (1, 999))
+    active = whole.matrices + whole.head + whole.chosen * whole.experts
+    assert 2 * active < one.hbm_bytes < 2 * whole.num_params / 3 < 2 * whole.num_params
+    assert many.hbm_bytes > 2 * whole.num_params
 
 
 def test_head_reads_the_targets_states_once_a_round():
