@@ -275,7 +275,7 @@ CHANGES = [
     ({"objective": "eagle2"}, "objective is 'eagle2'; expected one of eagle1, eagle3, peagle, mtp"),
     ({"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
     ({"length": 2}, "length is 2; expected at least 3"),
-    ({"objective": "mtp"}, "200; it is an option of eagle3, peagle, not of mtp"),
+    ({"objective": "mtp"}, "200; it is an option of eagle3 and peagle, not of mtp"),
     ({"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
     ({"loss.divergence": "l2"}, "divergence is 'l2'"),
     ({"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
