@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.drafters.block.confidence import NUM_FEATURES, Fit, FittedState, draft_features
 from spec_jax.drafters.block.config import BlockConfig
 from spec_jax.drafters.block.steps import STEPS, confidence_logits, normed, step_logits
 from spec_jax.drafters.common.chain import Drafted, draft_chain
@@ -119,7 +120,9 @@ def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
 
 
 @functools.cache
-def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = None) -> Drafter:
+def block_drafter(
+    config: BlockConfig, target: Model, tree: AnyTree | None = None, *, fitted_drafts: int = 0
+) -> Drafter:
     """Returns the drafter of a head.
 
     Its parameters are ``{"head": the head's, "target": the target's}``, whose embedding and output
@@ -130,6 +133,8 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
       config: the head's shape.
       target: the model that it drafts for, with this config's taps.
       tree: the tree that it drafts; None means a chain.
+      fitted_drafts: the largest K, if the confidence of a head that has no output for it is to be
+        fitted while it decodes; 0: it has none. Of chains alone.
 
     Raises:
       ConfigError: the tree is deeper than a block, or a node has more children than the target has
@@ -141,20 +146,26 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
     has_confidence = getattr(config, "has_confidence", False)
     first = 0 if config.is_anchor_first else 1  # the slot that predicts the first draft
 
-    def propose(params, cache, context: Context, num_draft: int):
+    def propose(params, state, context: Context, num_draft: int):
         def at(position):  # x and base are those of the block, below
             return x[:, position], base[:, position]
 
-        def scores(position, token):
-            """The logits at a position, and the confidence in what is drawn from them."""
+        def scores(position, token, features):
+            """The logits at a position, the confidence in what is drawn, and all features."""
             x, base = at(position)
             logits = step_logits(params, base, x, token, config, target)
-            if not has_confidence:
-                return logits, ()
-            return logits, jax.nn.sigmoid(confidence_logits(params["head"], x, token, config))
+            confidence = ()
+            if fitted_drafts:
+                own = draft_features(logits, position)
+                features = features.at[:, position].set(own)
+                confidence = state.fit.estimate(own)
+            elif has_confidence:
+                confidence = confidence_logits(params["head"], x, token, config)
+                confidence = jax.nn.sigmoid(confidence)
+            return logits, (confidence, features)
 
-        def advance(_, token, node):
-            return scores(node - 1, token)
+        def advance(carry, token, node):
+            return scores(node - 1, token, carry[1])
 
         def advance_tree(position, tokens, parent, seen):
             del parent, seen  # a step reads the node's token alone
@@ -167,31 +178,40 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
         check_depth(config, levels)
         pending = jnp.take_along_axis(context.tokens, context.length[:, None], axis=1)[:, 0]
         if num_draft == 0:
-            return Drafted.none(context, 0, target.vocab_size).proposal(), cache
+            return Drafted.none(context, 0, target.vocab_size).proposal(), state
+        cache = state.cache if fitted_drafts else state
         with jax.named_scope("draft_pass"):
             x, cache = block_states(params, pending, cache, config.block_width(levels), config)
             x = x[:, first : first + levels]
         with jax.named_scope("unembed"):
             base = target.unembed(params["target"], normed(params["head"], x, config))
-        logits, carry = scores(0, pending)
-        if tree is None:
-            estimate = (lambda carry: carry) if has_confidence else None
-            proposal, _ = draft_chain(logits, carry, advance, context, num_draft, estimate)
-        else:
-            proposal, *_ = draft_tree(logits, 1, advance_tree, context, num_draft, tree)
+        features = jnp.zeros((len(pending), num_draft, NUM_FEATURES)) if fitted_drafts else ()
+        logits, carry = scores(0, pending, features)
+        if tree is not None:
+            return draft_tree(logits, 1, advance_tree, context, num_draft, tree)[0], cache
+        estimate = (lambda carry: carry[0]) if fitted_drafts or has_confidence else None
+        proposal, carry = draft_chain(logits, carry, advance, context, num_draft, estimate)
+        if fitted_drafts:
+            return proposal, FittedState(cache, state.fit.drafted(carry[1], proposal.n_draft))
         return proposal, cache
 
-    def commit(params, cache, tokens, n, features, path):
+    def commit(params, state, tokens, n, features, path):
         del tokens, path  # the features are those of the path
-        return inject(params["head"], cache, features, n, config)
+        if not fitted_drafts:
+            return inject(params["head"], state, features, n, config)
+        cache = inject(params["head"], state.cache, features, n, config)
+        return FittedState(cache, state.fit.observed(n - 1))
 
-    def prefill(params, cache, tokens, lengths, pending, features, chunk=None):
+    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         del tokens, pending
         step = lambda cache, _, n, features: inject(params["head"], cache, features, n, config)
-        return over_chunks(step, cache, (features,), lengths, chunk)
+        cache = state.cache if fitted_drafts else state
+        cache = over_chunks(step, cache, (features,), lengths, chunk)
+        return FittedState(cache, state.fit) if fitted_drafts else cache
 
     def init(params, batch, slots):
-        return KVCache.create(config.layer, batch, slots, params["head"]["norm"].dtype)
+        cache = KVCache.create(config.layer, batch, slots, params["head"]["norm"].dtype)
+        return FittedState(cache, Fit.fresh(batch, fitted_drafts)) if fitted_drafts else cache
 
     return Drafter(
         name=config.name,
@@ -202,11 +222,11 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
         prefill=prefill,
         propose=propose,
         commit=commit,
-        insert_row=KVCache.insert_row,
+        insert_row=(FittedState if fitted_drafts else KVCache).insert_row,
         taps=config.taps,
         tree=tree,
         window=config.block_size,
-        rewind=KVCache.rewind,
+        rewind=None if fitted_drafts else KVCache.rewind,
         has_chunks=True,
         strategy="block" if tree is None else None,
         draft_temperature=None if STEPS[type(config)].is_conditional else 0.0,

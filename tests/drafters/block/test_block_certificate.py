@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.block_drafts import toy_maker, toy_params
+from support.block_drafts import toy_config, toy_maker, toy_params
 
 import spec_jax
+from spec_jax.drafters.block.model import block_drafter
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError
@@ -85,6 +87,69 @@ def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
 def test_mutation_a_confidence_that_looks_at_its_own_draft_is_caught():
     with pytest.raises(CertificateError):
         round_of(peeking(toy_maker("dspark")), toy_params("dspark"), "residual")
+
+
+def fitted(kind, *, is_fresh=True):
+    """A head that fits its confidence; if it is not fresh, rows begin with a fit by their text."""
+
+    def make(target):
+        config = toy_config(kind, target.model.vocab_size)
+        drafter = block_drafter(config, target.model, fitted_drafts=4)
+
+        def prefill(params, state, tokens, lengths, pending, features, *chunk):
+            state = drafter.prefill(params, state, tokens, lengths, pending, features, *chunk)
+            text = (3 * lengths + pending)[:, None] * jnp.asarray([1.0, 2.3, 3.1])
+            mean = jnp.sin(text) * jnp.asarray([2, 0.3, 30.0])
+            fit = state.fit.replace(mean=mean, spread=state.fit.spread / 50)
+            return state if is_fresh else state.replace(fit=fit)
+
+        return drafter._replace(prefill=prefill)
+
+    return make
+
+
+@pytest.mark.representatives("treeflash-block")
+@pytest.mark.parametrize("case", [f"{kind}-{rule}" for kind in KINDS[::2] for rule in RULES])
+def test_a_fitted_confidence_leaves_the_distribution_as_it_is(case):
+    """Whatever earlier rounds of the row have made of the fit."""
+    kind, rule = case.split("-")
+    make = stopping(fitted(kind, is_fresh=False), 0.5)
+    found, offered = round_of(make, toy_params(kind), rule)
+    assert found.error <= 1e-6
+    assert set(np.unique(offered)) == {0, 1, 2}
+
+
+def test_mutation_a_fitted_confidence_that_looks_at_its_own_draft_is_caught():
+    """The features of the token that was drawn, in place of the likeliest one."""
+
+    def make(target):
+        drafter = stopping(fitted("treeflash"), 1e-9)(target)
+
+        def propose(params, state, context, num_draft):
+            context = context._replace(has_logits=True)
+            proposal, state = drafter.propose(params, state, context, num_draft)
+            logp = jax.nn.log_softmax(proposal.logits, axis=-1)
+            own = jnp.take_along_axis(logp, proposal.tokens[:, :, None], axis=2)
+            features = state.fit.features[:, :num_draft].at[..., 1].set(own[..., 0])
+            sure = [state.fit.estimate(features[:, i]) >= 0.5 for i in range(num_draft)]
+            is_going = jnp.cumprod(jnp.stack(sure, axis=1), axis=1)
+            return proposal.replace(n_draft=is_going.sum(axis=1, dtype=jnp.int32)), state
+
+        return drafter._replace(propose=propose)
+
+    with pytest.raises(CertificateError):
+        round_of(make, toy_params("treeflash"), "residual")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", ["block", "match"])
+def test_rounds_that_learn_from_each_other_are_certified(rule):
+    """By the loop, whose rounds fit the confidence that later ones stop by."""
+    make = stopping(fitted("treeflash"), 0.5)
+    certificate = spec_jax.certify(
+        rule, make, params=toy_params("treeflash"), trials=500, has_memory=True
+    )
+    assert certificate.failure is None and certificate.max_error <= 1e-6
 
 
 @pytest.mark.exhaustive
