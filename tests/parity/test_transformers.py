@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from support.published_configs import (
     DEEPSEEK_V3,
     GLM_45_AIR,
+    GLM_47_FLASH,
     KIMI_K2,
     QWEN_27B,
     QWEN_30B_A3B,
@@ -189,6 +190,8 @@ GLM |= dict(routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True, ro
 ODD_GLM = dict(GLM, n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=2)
 ODD_GLM |= dict(use_qk_norm=False, attention_bias=False, norm_topk_prob=False)
 ODD_GLM |= dict(tie_word_embeddings=True, rope_parameters=dict(PART, partial_rotary_factor=0.25))
+GLM_LATENT = {name: x for name, x in LATENT.items() if name != "first_k_dense_replace"}
+GLM_LATENT |= dict(num_hidden_layers=2, mlp_layer_types=["dense", "sparse"], rms_norm_eps=1e-3)
 STATES_AND_EXPERTS = {
     "usual": ("Mamba2", MAMBA2),
     "odd": ("Mamba2", ODD),
@@ -203,6 +206,7 @@ STATES_AND_EXPERTS = {
     "odd experts": ("Qwen3Moe", ODD_EXPERTS),
     "latents, groups of experts": ("DeepseekV3", LATENT),
     "odd latents, one expert, yarn": ("DeepseekV3", ODD_LATENT),
+    "latents as GLM has them": ("Glm4MoeLite", GLM_LATENT),
     "groups of experts": ("Glm4Moe", GLM),
     "experts without groups": ("Glm4Moe", ODD_GLM),
 }
@@ -265,6 +269,7 @@ PUBLISHED = {
     "GLM-4.5-Air": ("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM_45_AIR),
     "30B-A3B": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN_30B_A3B),
     "DeepSeek-V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+    "GLM-4.7-Flash": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", GLM_47_FLASH),
     "Kimi-K2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", KIMI_K2),
 }
 

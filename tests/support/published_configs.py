@@ -219,3 +219,28 @@ KIMI_K2 = dict(
     max_position_embeddings=131072,
     tie_word_embeddings=False,
 )
+
+# Of zai-org/GLM-4.7-Flash: what ai-dynamo/aiconfigurator keeps of its config.json, likewise.
+GLM_47_FLASH = dict(
+    model_type="glm4_moe_lite",
+    vocab_size=154880,
+    hidden_size=2048,
+    intermediate_size=10240,
+    moe_intermediate_size=1536,
+    num_hidden_layers=47,
+    num_attention_heads=20,
+    num_key_value_heads=20,
+    head_dim=64,
+    kv_lora_rank=512,
+    q_lora_rank=768,
+    qk_nope_head_dim=192,
+    qk_rope_head_dim=64,
+    v_head_dim=256,
+    first_k_dense_replace=1,
+    n_routed_experts=64,
+    n_shared_experts=1,
+    num_experts_per_tok=4,
+    routed_scaling_factor=1.8,
+    max_position_embeddings=202752,
+    tie_word_embeddings=False,
+)

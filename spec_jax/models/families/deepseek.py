@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and V3.1, and Kimi-K2: latent attention, then a dense part or experts.
+"""DeepSeek-V3, R1 and V3.1, Kimi-K2, GLM-4.7-Flash: latent attention, then a dense part or experts.
 
 A cache holds the latent and the rotary key of a token alone. Over it queries are mapped into the
 latents' space, and results out of it, so no token's keys and values are expanded. Whole sequences
@@ -27,6 +27,8 @@ from spec_jax.models.checks import (
     check_sizes,
     check_stop_tokens,
     check_supported,
+    is_integer,
+    shown,
 )
 from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.families.registry import Family, LayerKind, register
@@ -184,6 +186,15 @@ class DeepseekConfig:
         """
         check_supported(hf, hidden_act="silu", moe_layer_freq=1, qk_layernorm=False)
         check_supported(hf, scoring_func="sigmoid", topk_method="noaux_tc")
+        kinds = hf.get("mlp_layer_types")
+        if kinds is not None:  # as GLM states it
+            dense = kinds.count("dense") if isinstance(kinds, list) else 0
+            L = hf.get("num_hidden_layers")
+            if not is_integer(L) or kinds != ["dense"] * dense + ["sparse"] * (L - dense):
+                raise ConfigError(
+                    f"mlp_layer_types is {shown(kinds)}; expected dense layers, then sparse ones"
+                )
+            hf = {**hf, "first_k_dense_replace": dense}
         return from_fields(cls, hf)
 
     def to_hf(self) -> dict[str, Any]:
@@ -369,7 +380,7 @@ def one_sparse_layer(config: DeepseekConfig) -> DeepseekConfig:
 register(
     Family(
         config=DeepseekConfig,
-        model_types=("deepseek_v3", "kimi_k2"),
+        model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
         kinds=_kinds,
         layer_tables=layer_tables,
         outer_table=outer_specs,

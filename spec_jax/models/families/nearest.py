@@ -61,6 +61,7 @@ _DELTA = (
 _HELD = {  # what supported families have of these
     "deepseek_v3": (_EXPERTS, _LATENT),
     "kimi_k2": (_EXPERTS, _LATENT),
+    "glm4_moe_lite": (_EXPERTS, _LATENT),
     "glm4_moe": (_EXPERTS,),
     "qwen3_moe": (_EXPERTS,),
     "qwen3_next": (_EXPERTS, *_DELTA[:2]),
