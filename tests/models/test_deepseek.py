@@ -113,7 +113,7 @@ REFUSED = [
     (dict(first_k_dense_replace=-1), "first_k_dense_replace is -1; expected 0 or more"),
     (dict(intermediate_size=None), "intermediate_size is None; expected a positive integer"),
     (dict(mlp_layer_types=["sparse", "dense"]), "expected dense layers, then sparse ones"),
-    (dict(mlp_layer_types=["dense"]), r"mlp_layer_types is \['dense'\]; expected"),
+    (dict(num_hidden_layers=2**31, mlp_layer_types=["dense"]), r"types is \['dense'\]; expected"),
     (dict(n_group=4), "n_routed_experts 6 cannot be split into n_group 4"),
     (dict(kv_lora_rank=0), "kv_lora_rank is 0; expected a positive integer"),
     (dict(eos_token_id=31), "eos_token_id is .*31.*expected an id from 0 to 30"),

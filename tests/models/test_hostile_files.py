@@ -70,6 +70,7 @@ WRONG["bamba"] |= {
     "attn_layer_indices": (3, [True], ["a"]),
 }
 WRONG["deepseek_v3"] |= {"routed_scaling_factor": NO_NUMBERS[:2], "norm_topk_prob": NO_FLAGS}
+WRONG["deepseek_v3"]["first_k_dense_replace"] = [x for x in NO_SIZES if x != 0]
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64}
 
 

@@ -27,7 +27,6 @@ from spec_jax.models.checks import (
     check_sizes,
     check_stop_tokens,
     check_supported,
-    is_integer,
     shown,
 )
 from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
@@ -188,9 +187,9 @@ class DeepseekConfig:
         check_supported(hf, scoring_func="sigmoid", topk_method="noaux_tc")
         kinds = hf.get("mlp_layer_types")
         if kinds is not None:  # as GLM states it
-            dense = kinds.count("dense") if isinstance(kinds, list) else 0
-            L = hf.get("num_hidden_layers")
-            if not is_integer(L) or kinds != ["dense"] * dense + ["sparse"] * (L - dense):
+            is_list = isinstance(kinds, list) and len(kinds) == hf.get("num_hidden_layers")
+            dense = kinds.count("dense") if is_list else 0
+            if not is_list or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
                 raise ConfigError(
                     f"mlp_layer_types is {shown(kinds)}; expected dense layers, then sparse ones"
                 )
