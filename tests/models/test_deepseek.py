@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.accept_counts import check_every_count
-from support.decoders import rule
 from support.mtp_modules import write_with_modules
 from support.published_configs import DEEPSEEK_V3, KIMI_K2
 from support.tiny_models import DEEPSEEK_TARGET, random_tokens, random_weights
 
 import spec_jax
-from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder
+from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
-from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
 from spec_jax.models import transformer
@@ -28,8 +26,6 @@ from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.params import declared, num_params
-from spec_jax.testing import Row, certify_rule, toy_model, toy_params
-from spec_jax.tree import Tree
 
 YARN = dict(factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.2)
 TARGET = dataclasses.replace(
@@ -225,49 +221,3 @@ def test_a_mesh_changes_none_of_its_tokens(published):
         return [row.tokens for row in rows]
 
     assert decode(MESH) == decode(None)
-
-
-@pytest.mark.exhaustive
-def test_a_queue_on_a_mesh_with_chunks_that_divide_nothing_gives_plain_text(published):
-    target = spec_jax.load_model(published, mesh=MESH)
-    module = spec_jax.load_draft(published, target, mesh=MESH)
-    greedy = SpeculativeConfig("mtp", K, rejection_sampling_strategy="greedy")
-    prompts = [[i % 31 for i in range(n)] for n in (17, 3, 9, 1, 12)]
-    plain = SpeculativeDecoder(spec_jax.load_model(published))
-    expected = [plain.generate(prompt, 8).tokens for prompt in prompts]
-    decoder = SpeculativeDecoder(target, module, greedy, prefill_chunk=5)
-    queue = DecodeQueue(
-        decoder, enumerate(prompts), batch=2, max_prompt_tokens=17, max_new_tokens=8
-    )
-    found = dict(queue)
-    assert [found[i].tokens for i in range(5)] == expected
-
-
-V = 3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tree", [None, Tree((0, 0, 1))], ids=["chain", "tree"])
-def test_certificate_by_enumeration(tree):
-    config = dataclasses.replace(TARGET, vocab_size=V)
-    params = {"target": random_weights(config), "draft": toy_params(V, 1)}
-    whole = jax.jit(transformer.logits, static_argnames="config")
-
-    def logits_of(_, tokens):
-        padded = jnp.asarray([[*tokens, *[0] * (12 - len(tokens))]])
-        return np.asarray(whole(params["target"], padded, config=config))[0, len(tokens) - 1]
-
-    cold, warm = SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.0)
-    error = certify_rule(
-        rule("residual"),
-        rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)],
-        vocab_size=V,
-        num_draft=2,
-        num_tokens=3,
-        drafter=standalone(toy_model(V), tree),
-        params=params,
-        target=transformer.model(config),
-        batch=16,
-        logits_of=logits_of,
-    )
-    assert error <= 1e-6

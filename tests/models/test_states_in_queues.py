@@ -1,4 +1,4 @@
-"""States of delta nets and keys of attention while a queue decodes, also on a mesh."""
+"""States of delta nets, keys of attention and latents while a queue decodes, also on a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.decoders import HOT
 from support.mtp_modules import write_with_modules
-from support.tiny_models import QWEN35, QWEN35_MOE
+from support.tiny_models import DEEPSEEK_TARGET, QWEN35, QWEN35_MOE
 
 import spec_jax
 from spec_jax import DecodeQueue, SpeculativeConfig, SpeculativeDecoder
@@ -21,6 +21,7 @@ CASES = {
     "one device": (QWEN35, None, None),
     "mesh": (QWEN35, "data:2,tensor:2", None),
     "mesh, experts, tree": (QWEN35_MOE, "data:2,tensor:2", (2, 1)),
+    "mesh, latents, tree": (DEEPSEEK_TARGET, "data:2,tensor:2", (2, 1)),
 }
 
 

@@ -1,4 +1,4 @@
-"""The certificate of rules over other families: delta nets beside attention, and experts."""
+"""The certificate of rules over other families: delta nets beside attention, experts, latents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.decoders import rule
-from support.tiny_models import GLM4_MOE, QWEN35, random_weights
+from support.tiny_models import DEEPSEEK_TARGET, GLM4_MOE, QWEN35, random_weights
 
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
@@ -18,7 +18,7 @@ from spec_jax.testing import Row, certify_rule, toy_model, toy_params
 from spec_jax.tree import Tree
 
 V = 3
-TARGETS = {"hybrid": QWEN35, "experts": GLM4_MOE}
+TARGETS = {"hybrid": QWEN35, "experts": GLM4_MOE, "latent": DEEPSEEK_TARGET}
 TREES = {"chain": None, "tree": Tree((0, 0, 1))}
 
 
