@@ -281,6 +281,9 @@ MUTATIONS = mutants.read("""
     a draft counts after one that does not
         anchors.counted: jnp.cumprod(...) > 0 -> counts
         test_a_draft_counts_if_its_token_and_all_before_it_do
+    masked pairs see a pair too many
+        eagle.objective.states_at: Blocks(c_, anchors, s_) -> Blocks(c_, anchors + 1, s_)
+        test_a_loss_is_the_weighted_mean_over_drafts_of_whole_passes[p-eagle]
     positions of a block begin with the window
         Blocks.positions: self.anchors[:, :, None] + x_ -> 0 * self.anchors[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]

@@ -9,8 +9,8 @@ import numpy as np
 from spec_jax.drafters import registry
 from spec_jax.drafters.block.config import DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.block.objective import OBJECTIVES as BLOCKS
-from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3
+from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
+from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3, PEAGLE
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.drafters.mtp.objective import MTP
 from spec_jax.drafters.standalone import objective
@@ -33,6 +33,11 @@ DRAFT = ModelConfig(**_DRAFT)
 HEADS = {
     "eagle1": (EAGLE1, EagleConfig.of_target(MODEL, 1), {}),
     "eagle3": (EAGLE3, EagleConfig.of_target(MODEL, 3, 64), {"num_steps": 3}),
+    "peagle": (
+        PEAGLE,
+        PEagleConfig.of_target(MODEL, num_layers=2, max_draft=4),
+        {"num_anchors": 4},
+    ),
     "mtp": (MTP, MtpConfig.of_target(MODEL), {"num_steps": 3, "labels": "target"}),
     "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), {"num_anchors": 4}),
     "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), {"num_anchors": 4}),
