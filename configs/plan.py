@@ -36,6 +36,7 @@ def get_config() -> ConfigDict:
     config.length = "2048"  # in training, tokens of a window
     config.is_fully_sharded = False  # in training, split weights and moments over data too
     config.num_steps = 7  # in training a head, K of training-time test
+    config.has_document_masks = False  # in training a head, windows hold several documents
     config.is_remat = True  # in training a head, compute its activations again, not store them
     config.num_draft = "5"  # K, of chains; ignored with a tree
     config.tree = ""  # children by depth, such as 3,2,1; or a dynamic tree, 59:6:10 (see decode)

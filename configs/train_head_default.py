@@ -77,6 +77,10 @@ def get_config() -> ConfigDict:
             "tests_share": 0.25,  # of the standard library's own tests
             "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
             "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
+            # A token sees its own document alone, whose positions begin at 0, as in decoding. Off:
+            # all before it in its window, as the zoo's heads were trained. Targets that keep a
+            # state of all tokens, such as Mamba-2, cannot.
+            "has_document_masks": False,
             "responses": placeholder(str),  # a JSONL file of experiments.regenerate
             "responses_share": 0.5,  # of the windows that are responses
             "view_cache": placeholder(str),  # a folder that caches the target's states, for sweeps

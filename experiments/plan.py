@@ -119,6 +119,7 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
                 is_fully_sharded=config.is_fully_sharded,
                 num_steps=config.num_steps,
                 is_remat=config.is_remat,
+                has_document_masks=config.has_document_masks,
             ),
         )
 

@@ -145,6 +145,7 @@ def fit_head(
     *,
     batch: int = 4,
     length: int = 130,
+    has_document_masks: bool = False,
     objective: str | None = None,
     loss: Mapping[str, Any] | None = None,
     optimizer: optax.GradientTransformation | None = None,
@@ -162,6 +163,8 @@ def fit_head(
       steps: how many updates.
       batch: windows a step.
       length: tokens of a window, of which all but two are trained on.
+      has_document_masks: a token sees its own document of the text alone, whose positions begin at
+        0, as in decoding; by default all tokens before it in its window.
       objective: what trains it; by default the first that trains heads of its kind.
       loss: options of the objective's loss, such as ``num_steps``, the number of drafts that
         are unrolled (3 by default).
@@ -184,6 +187,8 @@ def fit_head(
     check_integer("steps", steps, 1)
     if not 3 <= length <= target.max_length:
         raise ConfigError(f"length is {length}; expected 3 to {target.max_length}")
+    if has_document_masks and text.starts is None:
+        raise ConfigError(f"where the documents of {text.name} begin is not known: set its starts")
     count_tokens(text, target.model.vocab_size)  # refuses ids of another vocabulary
     objective = registry.objective_of(head.config, objective)
     batches = window_batches([text], [1.0], seed=seed, batch=batch, length=length)
@@ -217,10 +222,11 @@ def fit_head(
     is_shown = is_watched() if has_progress is None else has_progress
     with Progress(steps, "training", every_s=5.0) if is_shown else nullcontext() as bar:
         for done in range(1, steps + 1):
-            tokens, mask = (jnp.asarray(batches[done - 1][name]) for name in ("tokens", "mask"))
-            window = Batch(
-                tokens, mask, jax.random.fold_in(key, done - 1), view(target.params, tokens)
-            )
+            given = {name: jnp.asarray(x) for name, x in batches[done - 1].items()}
+            begins = given["begins"] if has_document_masks else None
+            states = view(target.params, given["tokens"], begins)
+            about = jax.random.fold_in(key, done - 1), states, begins
+            window = Batch(given["tokens"], given["mask"], *about)
             state, figures = step(state, window, target.params)
             log.append({"step": done, **_checked(figures, done)})
             if done == steps or (eval_every and done % eval_every == 0):

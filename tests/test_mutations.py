@@ -200,6 +200,15 @@ MUTATIONS = mutants.read("""
     p-eagle: its masks stay in the cache
         peagle.propose: f_(cache=cache) -> f_(cache=cache.commit(0 * context.length + 1))
         test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines[p-eagle]
+    documents of a window see each other
+        attention._block_scores: begins[row][..., None] -> 0 * begins[row][..., None]
+        test_a_packed_window_is_trained_on_as_its_documents_are_alone[eagle3-None]
+    positions go on from one document to the next
+        Window.after: positions - begins -> positions
+        test_positions_begin_anew_with_each_document
+    a draft runs into the next document
+        chunks.chain_loss: batch.place(2, T) -> jnp.arange(2, 2 + T)[None]
+        test_a_packed_window_is_trained_on_as_its_documents_are_alone[eagle3-None]
     block: it begins a position late
         model._windows: cache.length[:, None] + x_ -> cache.length[:, None] + 1 + x_
         test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]
@@ -282,7 +291,7 @@ MUTATIONS = mutants.read("""
         anchors.counted: jnp.cumprod(...) > 0 -> counts
         test_a_draft_counts_if_its_token_and_all_before_it_do
     masked pairs see a pair too many
-        eagle.objective.states_at: Blocks(c_, anchors, s_) -> Blocks(c_, anchors + 1, s_)
+        eagle.objective.states_at: Blocks(c_, anchors, s_, o_) -> Blocks(c_, anchors + 1, s_, o_)
         test_a_loss_is_the_weighted_mean_over_drafts_of_whole_passes[p-eagle]
     positions of a block begin with the window
         Blocks.positions: self.anchors[:, :, None] + x_ -> 0 * self.anchors[:, :, None] + x_

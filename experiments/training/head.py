@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,6 @@ from experiments.run import cli
 from experiments.training import text as texts
 from experiments.training.choice import Evaluations, describe
 from experiments.training.run import Experiment, Exported
-from spec_jax import processes
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
@@ -292,6 +291,10 @@ class HeadExperiment(Experiment):
             self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
         )
         used = [text for text, share in zip(self.texts, shares) if share > 0]
+        if config.data.has_document_masks:
+            check_begins = functools.partial(target_view, config=self.target.config, taps=())
+            window = jax.ShapeDtypeStruct((1, config.length), np.int32)
+            jax.eval_shape(check_begins, self.target.params, window, window)
         self.spec = make_head(config, self.target, self.texts, used, self.placement)
         updates = max(config.steps // config.optimizer.accumulate, 1)
         self.optimizer = make_optimizer(**config.optimizer, steps=updates)
@@ -302,15 +305,9 @@ class HeadExperiment(Experiment):
         self._view = self.placement.jit(view)
         self._views = None
         if config.data.view_cache:
-            if processes.count() > 1:
-                raise ConfigError(
-                    f"data.view_cache is {config.data.view_cache}, but there are "
-                    f"{processes.count()} processes, none of which holds a whole view: leave it out"
-                )
             max_bytes = int(config.data.view_cache_gb * 1e9)
-            self._views = ViewCache(
-                config.data.view_cache, max_bytes, self.frozen, self.target.config, taps
-            )
+            of = self.frozen, self.target.config, taps, self.placement
+            self._views = ViewCache(config.data.view_cache, max_bytes, *of)
         step = functools.partial(
             train_step,
             objective=self.spec.objective,
@@ -366,14 +363,16 @@ class HeadExperiment(Experiment):
 
     def batch_at(self, step: int) -> Batch:
         """Returns the batch of a step, a function of the seed and the step."""
-        found = self._batches[step]
-        return self._with_view(found["tokens"], found["mask"], step)
+        return self._with_view(self._batches[step], step)
 
-    def _with_view(self, tokens, mask, step: int) -> Batch:
-        key = jax.random.fold_in(self._key, step)
-        compute = lambda tokens: self._view(self.frozen, self.placement.place(tokens))
-        view = compute(tokens) if self._views is None else self._views.view(tokens, compute)
-        return self.placement.place(Batch(tokens, mask, key, view))
+    def _with_view(self, windows: Mapping[str, np.ndarray], step: int) -> Batch:
+        key, place = jax.random.fold_in(self._key, step), self.placement.place
+        tokens, begins = windows["tokens"], None
+        if self.config.data.has_document_masks:
+            begins = windows["begins"]
+        compute = lambda *windows: self._view(self.frozen, *place(windows))
+        views = compute if self._views is None else functools.partial(self._views.view, compute)
+        return place(Batch(tokens, windows["mask"], key, views(tokens, begins), begins))
 
     def _describe(self, step: int) -> str:
         """Returns a text that names the windows of a step."""
@@ -393,8 +392,7 @@ class HeadExperiment(Experiment):
         size = min(self.config.batch, count)
         for begin in range(0, count - size + 1, size):
             rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
-            tokens, mask = (np.stack([row[name] for row in rows]) for name in ("tokens", "mask"))
-            batch = self._with_view(tokens, mask, 0)
+            batch = self._with_view({n: np.stack([row[n] for row in rows]) for n in rows[0]}, 0)
             loss, figures = self._objective(params, batch, self.frozen)
             found = jax.device_get({"loss": loss, **figures})
             sums = jax.tree.map(np.add, sums, found) if sums else found

@@ -166,7 +166,7 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
       ConfigError: No such file, or a row without ``prompt_ids`` and ``response_ids``.
     """
     encoder = Encoder(tokenizer)
-    ids, mask, number, counts = [], [], 0, collections.Counter()
+    ids, mask, starts, number, counts = [], [], [0], 0, collections.Counter()
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             number += 1
@@ -180,6 +180,7 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
                 prompt = [encoder.separator_id, *prompt]
             ids += [prompt, response]
             mask += [np.zeros(len(prompt), bool), np.ones(len(response), bool)]
+            starts.append(starts[-1] + len(prompt) + len(response))
     except OSError as error:
         raise ConfigError(f"the responses {path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -190,7 +191,7 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
     if not ids:
         raise ConfigError(f"{path} holds no response; run experiments.regenerate")
     tokens, is_response = np.concatenate(ids).astype(np.int32), np.concatenate(mask)
-    return Corpus(str(path), tokens, is_response, counts=counts)
+    return Corpus(str(path), tokens, is_response, np.asarray(starts), counts=counts)
 
 
 def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:

@@ -21,8 +21,8 @@ class Corpus(NamedTuple):
       name: The name of the corpus in error messages.
       tokens: i32[T].
       mask: bool[T], True where the token is to be predicted. None means everywhere.
-      starts: i64[number of documents + 1], where each document begins, and the end of the last.
-        None means that they are not known.
+      starts: i64[number of documents + 1], where each document begins, and the end of the last;
+        what follows it is a document of its own. None means that they are not known.
       counts: What was read and what was left out, see ``read_documents``.
       notes: Sentences on how it was made.
     """
@@ -53,17 +53,26 @@ class Corpus(NamedTuple):
         Raises:
           ConfigError: The tokenizer has no token that separates documents.
         """
-        return cls(name, tokens.pack(tokenizer, documents), counts=counts)
+        packed, starts = tokens.pack_with_starts(tokenizer, documents)
+        return cls(name, packed, starts=starts, counts=counts)
 
     def num_windows(self, length: int) -> int:
         """Returns the number of whole windows; the tokens after the last are not used."""
         return len(self.tokens) // length
 
     def window(self, index: int, length: int) -> dict[str, np.ndarray]:
-        """Returns ``tokens`` i32[length] and ``mask`` bool[length] of window ``index``."""
+        """Returns ``tokens`` i32[length] and ``mask`` bool[length] of window ``index``.
+
+        Also ``begins`` i32[length], the place in the window where each token's document begins; 0
+        if it began before, or if that is not known.
+        """
         part = slice(index * length, (index + 1) * length)
         mask = np.ones(length, bool) if self.mask is None else np.asarray(self.mask[part], bool)
-        return {"tokens": np.asarray(self.tokens[part], np.int32), "mask": mask}
+        begins = np.zeros(length, np.int32)
+        if self.starts is not None:
+            document = np.searchsorted(self.starts, np.arange(part.start, part.stop), "right") - 1
+            begins = np.maximum(self.starts[document] - part.start, 0).astype(np.int32)
+        return {"tokens": np.asarray(self.tokens[part], np.int32), "mask": mask, "begins": begins}
 
 
 def window_batches(
@@ -82,8 +91,9 @@ def window_batches(
       length: W, the number of tokens in a window.
 
     Returns:
-      A dataset whose item ``[step]`` holds ``tokens`` i32[B,W], ``mask`` bool[B,W] and ``window``
-      i64[B,2], the numbers of the text and of the window in it.
+      A dataset whose item ``[step]`` holds ``tokens`` i32[B,W], ``mask`` bool[B,W], ``begins``
+      i32[B,W], see ``Corpus.window``, and ``window`` i64[B,2], the numbers of the text and of the
+      window in it.
 
     Raises:
       ConfigError: There is no text, a share is negative or not finite, all are 0, or a text is

@@ -86,6 +86,13 @@ def separator_id(tokenizer: Tokenizer, token: str | None = None) -> int:
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarray:
+    """Returns the tokens of ``pack_with_starts`` alone."""
+    return pack_with_starts(tokenizer, documents)[0]
+
+
+def pack_with_starts(
+    tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]
+) -> tuple[np.ndarray, np.ndarray]:
     """Concatenates documents, with ``separator_id`` before each and at the end.
 
     The tokenizer adds no special tokens and cuts nothing.
@@ -95,17 +102,18 @@ def pack(tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarr
       documents: Pairs of a name and a text.
 
     Returns:
-      i32[T].
+      i32[T], and i64[number of documents + 1], the places of the separators. The last one ends the
+      last document, and each other begins one.
 
     Raises:
       ConfigError: The tokenizer has no token that separates documents.
     """
     end = separator_id(tokenizer)
-    parts = [[end]]
     texts = [text for _, text in documents]
-    for encoding in tokenizer.backend.encode_batch(texts, add_special_tokens=False):
-        parts += [encoding.ids, [end]]
-    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+    found = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+    parts = [np.asarray([end, *encoding.ids], np.int32) for encoding in found]
+    starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    return np.concatenate([*parts, np.asarray([end], np.int32)]), starts
 
 
 def looping_share(tokens: np.ndarray, *, max_period: int = 32, repeats: int = 3) -> float:

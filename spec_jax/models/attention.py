@@ -272,6 +272,7 @@ def causal_attention(
     block: int | None = None,
     scale: float | None = None,
     kind: str = "auto",
+    begins: jax.Array | None = None,
 ) -> jax.Array:
     """Attends within whole sequences: every token sees itself and the tokens before it.
 
@@ -284,6 +285,8 @@ def causal_attention(
       block: see ``causal_parts``.
       scale: multiplies the scores; by default 1/sqrt(H).
       kind: see ``config.ATTENTIONS``; "xla" never takes the kernel.
+      begins: i32[B,T], where each token's document begins, before which it sees nothing; None if a
+        sequence is one document.
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
@@ -291,16 +294,17 @@ def causal_attention(
     T = q_BTNH.shape[1]
     if T <= (block or block_size(T)):
         mask = jnp.tril(jnp.ones((1, T, T), bool))
+        mask = mask if begins is None else mask & (jnp.arange(T) >= begins[:, :, None])
         return attend(q_BTNH, k_BGTH, v_BGTH, mask, scale=scale)
 
     def by_parts(q_BTNH, k, v):
         q = grouped(q_BTNH, k.shape[1])
-        _, total, out = causal_parts(q, k, v, block=block, scale=scale)
+        _, total, out = causal_parts(q, k, v, block=block, scale=scale, begins=begins)
         return ungrouped((out / total[..., None]).astype(v.dtype))
 
     if kind != "auto" or not _has_splash(q_BTNH, k_BGTH, v_BGTH):
         return by_parts(q_BTNH, k_BGTH, v_BGTH)
-    on_tpu = functools.partial(by_splash, scale=scale)
+    on_tpu = functools.partial(by_splash, scale=scale, begins=begins)
     return jax.lax.platform_dependent(q_BTNH, k_BGTH, v_BGTH, tpu=on_tpu, default=by_parts)
 
 
@@ -317,6 +321,7 @@ def by_splash(
     v_BGTH: jax.Array,
     *,
     scale: float | None = None,
+    begins: jax.Array | None = None,
     is_interpreted: bool = False,
 ) -> jax.Array:
     """``causal_attention`` by jax's kernel for TPUs, which has a gradient of its own.
@@ -328,7 +333,7 @@ def by_splash(
     T, N, H = q_BTNH.shape[1:]
     scale = H**-0.5 if scale is None else scale
 
-    def attend_rows(q_BNTH, k, v):
+    def attend_rows(q_BNTH, k, v, begins):
         at_the_end = [(0, 0), (0, 0), (0, -T % SPLASH_BLOCK), (0, 0)]  # which no token sees
         q, k, v = (jnp.pad(x, at_the_end) for x in (q_BNTH, k, v))
         sizes = [field for field in splash.BlockSizes.__dataclass_fields__ if "block" in field]
@@ -338,11 +343,15 @@ def by_splash(
             block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, SPLASH_BLOCK)),
             interpret=is_interpreted,
         )
-        return jax.vmap(kernel)(q, k, v)[:, :, :T]
+        if begins is None:
+            return jax.vmap(kernel)(q, k, v)[:, :, :T]
+        # A token sees those before it whose documents begin at the same place.
+        begins = jnp.pad(begins, [(0, 0), (0, -T % SPLASH_BLOCK)], constant_values=-1)
+        return jax.vmap(kernel)(q, k, v, splash.SegmentIds(begins, begins))[:, :, :T]
 
     heads, keys = P("batch", "heads"), P("batch", "kv_heads")
     q = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype).transpose(0, 2, 1, 3)
-    out = by_shard(attend_rows, (heads, keys, keys), heads)(q, k_BGTH, v_BGTH)
+    out = by_shard(attend_rows, (heads, keys, keys, P("batch")), heads)(q, k_BGTH, v_BGTH, begins)
     return out.transpose(0, 2, 1, 3).reshape(-1, T, N * H)
 
 
@@ -365,6 +374,7 @@ def causal_parts(
     *,
     block: int | None = None,
     scale: float | None = None,
+    begins: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the sums of causal attention, which can be joined with those of further keys.
 
@@ -380,6 +390,7 @@ def causal_parts(
       v_BGTH: dtype[B,G,T,H], values, of any width.
       block: number of tokens in a block, by default ``block_size``.
       scale: multiplies the scores; by default 1/sqrt(H).
+      begins: see ``causal_attention``.
 
     Returns:
       ``highest`` f32[B,G,R,T], each query's highest score, without a gradient; the sum
@@ -389,8 +400,11 @@ def causal_parts(
     T, H = q_BGRTH.shape[-2:]
     block = block or block_size(T)
     split = lambda x: _split(x, block)
+    if begins is not None:
+        begins = jnp.pad(begins, [(0, 0), (0, -T % block)]).reshape(len(begins), -1, block)
+        begins = constrain(begins.swapaxes(0, 1), None, "batch")
     highest, total, out = _causal_blocks(
-        split(q_BGRTH), split(k_BGTH), split(v_BGTH), H**-0.5 if scale is None else scale
+        split(q_BGRTH), split(k_BGTH), split(v_BGTH), begins, H**-0.5 if scale is None else scale
     )
     join = lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T]
     return jax.lax.stop_gradient(join(highest)), join(total), join(out)
@@ -413,43 +427,46 @@ def _pairs(num_blocks):
     return jax.tree.map(jnp.asarray, np.tril_indices(num_blocks))
 
 
-def _block_scores(q, k, row, column, scale):
+def _block_scores(q, k, begins, row, column, scale):
     """f32[B,G,R,M,S] of one pair."""
     scores = _product("bgrmh,bgsh->bgrms", q[row], k[column]) * scale
     order = jnp.arange(q.shape[-2])
-    return jnp.where((row > column) | (order <= order[:, None]), scores, -1e30)
+    seen = (row > column) | (order <= order[:, None])
+    if begins is not None:
+        seen &= (column * len(order) + order >= begins[row][..., None])[:, None, None]
+    return jnp.where(seen, scores, -1e30)
 
 
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _causal_blocks(q, k, v, scale):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _causal_blocks(q, k, v, begins, scale):
     """``causal_parts`` of blocks."""
-    return _causal_forward(q, k, v, scale)[0]
+    return _causal_forward(q, k, v, begins, scale)[0]
 
 
-def _causal_forward(q, k, v, scale):
+def _causal_forward(q, k, v, begins, scale):
     def add(carry, pair):
         row, column = pair
-        scores = _block_scores(q, k, row, column, scale)
+        scores = _block_scores(q, k, begins, row, column, scale)
         own = _add(tuple(x[row] for x in carry), scores, "bgrms,bgsh->bgrmh", v[column])
         return tuple(x.at[row].set(part) for x, part in zip(carry, own)), None
 
     zeros = _shared(jnp.zeros(q.shape[:-1], jnp.float32))
     out = _shared(jnp.zeros((*zeros.shape, v.shape[-1]), jnp.float32))
     sums, _ = jax.lax.scan(add, (zeros - 1e30, zeros, out), _pairs(len(q)))
-    return sums, (q, k, v, sums[0])
+    return sums, (q, k, v, begins, sums[0])
 
 
 def _causal_backward(scale, kept, gradients):
-    q, k, v, highest = kept
+    q, k, v, begins, highest = kept
     _, d_total, d_out = gradients
     d_out = d_out.astype(v.dtype)
 
     def add(carry, pair):
         (d_q, d_k, d_v), (row, column) = carry, pair
-        weights = jnp.exp(_block_scores(q, k, row, column, scale) - highest[row][..., None])
+        weights = jnp.exp(_block_scores(q, k, begins, row, column, scale) - highest[row][..., None])
         d_weights = _product("bgrmh,bgsh->bgrms", d_out[row], v[column])
         d_scores = weights * (d_weights + d_total[row][..., None]) * scale
         weights, d_scores = weights.astype(v.dtype), d_scores.astype(q.dtype)
@@ -460,7 +477,7 @@ def _causal_backward(scale, kept, gradients):
 
     zeros = [_shared(jnp.zeros(x.shape, jnp.float32)) for x in (q, k, v)]
     sums, _ = jax.lax.scan(add, tuple(zeros), _pairs(len(q)))
-    return tuple(x.astype(of.dtype) for x, of in zip(sums, (q, k, v)))
+    return *(x.astype(of.dtype) for x, of in zip(sums, (q, k, v))), None
 
 
 _causal_blocks.defvjp(_causal_forward, _causal_backward)

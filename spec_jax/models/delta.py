@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.models.caches.state import StateCache
-from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.layers import Window, check_one_document, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs
 from spec_jax.models.ssm import (
     Inputs,
@@ -152,6 +152,7 @@ def delta_net(
     """
     (B, T, _), f32 = x_BTD.shape, jnp.float32
     N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    check_one_document(window)
     with jax.named_scope("delta"):
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
         held = whole.layers[index if cache is not None else 0]

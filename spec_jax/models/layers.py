@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Cache
+from spec_jax.errors import ConfigError
 from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.caches.kv import UNROLLED_ROWS
 from spec_jax.models.config import ModelConfig
@@ -49,6 +50,7 @@ class Window(NamedTuple):
         window_offset: int | jax.Array = 0,
         positions: jax.Array | None = None,
         window_mask: jax.Array | None = None,
+        begins: jax.Array | None = None,
     ) -> Window:
         """Returns the window of the next tokens of every row.
 
@@ -63,7 +65,11 @@ class Window(NamedTuple):
             whose tokens see each other it is neither, so the caller says the positions.
           window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its
             own included, beside all committed slots. By default all up to its own.
+          begins: i32[B,T], where each token's document begins, if the sequences are of several
+            documents: it is position 0, and no token sees what is before. By default those of the
+            cache, if it has any.
         """
+        begins = getattr(cache, "begins", None) if begins is None else begins
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
@@ -75,10 +81,17 @@ class Window(NamedTuple):
         if positions is None:
             seen = None if window_mask is None else window_mask.sum(axis=2, dtype=jnp.int32)
             positions = slots_BT if seen is None else length[:, None] + seen - 1
+            positions = positions if begins is None else positions - begins
         freq, factor = rope_frequencies(config.rope, config.rotary_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
         cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
-        return cls(start, mask, cos, sin, window_offset, window_mask)
+        first = 0 if begins is None else begins
+        return cls(start, mask, cos, sin, window_offset, window_mask, first)
+
+    @property
+    def begins(self) -> jax.Array | None:
+        """i32[B,T], where each token's document begins; None if there is one a sequence."""
+        return self.first if jnp.ndim(self.first) else None
 
 
 def _window_mask(window_mask, length, slots):
@@ -97,6 +110,19 @@ def _window_mask(window_mask, length, slots):
         return mask
 
     return by_row(put)(mask, window_mask, length)
+
+
+def check_one_document(window: Window) -> None:
+    """Checks that a sequence is one document, for layers that keep a state of all tokens.
+
+    Raises:
+      ConfigError: It is not.
+    """
+    if window.begins is not None:
+        raise ConfigError(
+            "a layer with a recurrent state would carry it from one document into the next: "
+            "windows of several documents, each by itself, need a model whose layers all attend"
+        )
 
 
 def embed_tokens(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -226,7 +252,8 @@ def attend_window(
     if cache is None and window.is_seen is not None:
         return attend(q_BTNH, k_BGTH, v_BGTH, window.is_seen, scale=scale), None
     if cache is None:
-        return causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale, kind=kind), None
+        options = dict(scale=scale, kind=kind, begins=window.begins)
+        return causal_attention(q_BTNH, k_BGTH, v_BGTH, **options), None
     return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)
 
 

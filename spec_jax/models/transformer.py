@@ -32,6 +32,7 @@ def forward(
     window_offset: int | jax.Array = 0,
     positions: jax.Array | None = None,
     window_mask: jax.Array | None = None,
+    begins: jax.Array | None = None,
     taps: tuple[int, ...] = (),
 ) -> ForwardOutput:
     """Feeds T tokens per row, after the tokens that the cache holds.
@@ -49,15 +50,21 @@ def forward(
         before itself, see ``Window.after``.
       window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its own
         included, beside all committed slots. By default all up to its own.
+      begins: i32[B,T], where each token's document begins, if the sequences are of several
+        documents, see ``Window.after``.
       taps: which states to return as features. 0..L-1 is the residual stream before that layer,
         L the one after the last layer, and L+1 the state after the final norm.
 
     Returns:
       ``hidden`` dtype[B,T,D] after the final norm, the cache with the window written, and
       ``features`` dtype[B,T,E], the tapped states concatenated in the order of ``taps``.
+
+    Raises:
+      ConfigError: several documents in a sequence, and a layer that keeps a state of all tokens.
     """
     L = config.num_hidden_layers
-    window = Window.after(config, cache, *tokens.shape, window_offset, positions, window_mask)
+    placed = window_offset, positions, window_mask, begins
+    window = Window.after(config, cache, *tokens.shape, *placed)
     x = embed_tokens(params["embed"], tokens)
     kinds = layer_kinds(config)
     is_centred = getattr(config, "has_zero_centred_norms", False)

@@ -44,6 +44,7 @@ class TrainJob:
       optimizer: "adamw" or "muon".
       num_steps: K of a head's loss; None: the loss's default.
       is_remat: the backward pass computes a head's activations again instead of storing them.
+      has_document_masks: a head's windows hold several documents, each by itself.
     """
 
     target: AnyConfig
@@ -57,6 +58,7 @@ class TrainJob:
     optimizer: str = "adamw"
     num_steps: int | None = None
     is_remat: bool = True
+    has_document_masks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +155,9 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         )
         frozen = target.params
         is_predicted = jax.ShapeDtypeStruct(windows.shape, jnp.bool_, sharding=rows)
-        batch = Batch(windows, is_predicted, jax.eval_shape(lambda: jax.random.key(0)))
+        begins = windows if job.has_document_masks else None
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        batch = Batch(windows, is_predicted, key, begins=begins)
     make = lambda: TrainState.create(init(), optimizer)
     shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make)
     state = place(jax.eval_shape(make), shardings)

@@ -40,6 +40,7 @@ class KeptKeys:
 
     length: jax.Array  # i32[B], zeros: all rows begin at position 0
     layers: tuple[tuple[jax.Array, jax.Array], ...] = ()  # dtype[B,G,T,H] twice
+    begins: jax.Array | None = None  # i32[B,T], where each token's document begins
     slots = None
 
     def attend(
@@ -53,7 +54,7 @@ class KeptKeys:
     ) -> tuple[jax.Array, KeptKeys]:
         """Computes the attention of the next layer, see ``layers.attend_window``."""
         del index, window
-        out = causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale)
+        out = causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale, begins=self.begins)
         return out, self.replace(layers=(*self.layers, (k_BGTH, v_BGTH)))
 
 
@@ -67,6 +68,7 @@ class Blocks:
     context: tuple[tuple[jax.Array, jax.Array], ...]  # of each layer, dtype[B,G,W,H] twice
     anchors: jax.Array  # i32[B,A]
     config: Any = flax.struct.field(pytree_node=False)  # a BlockShape, or what has its fields
+    origins: jax.Array | int = 0  # i32[B,A], where the anchors' documents begin
     slots = None  # as of a state: what a row sees is no window of them
 
     @property
@@ -77,7 +79,8 @@ class Blocks:
     @property
     def positions(self) -> jax.Array:
         """i32[B,A*S], those of the blocks' tokens."""
-        positions = self.anchors[:, :, None] + jnp.arange(self.config.block_size)
+        first = self.anchors - self.origins
+        positions = first[:, :, None] + jnp.arange(self.config.block_size)
         return positions.reshape(len(positions), -1)
 
     def attend(
@@ -112,14 +115,22 @@ class Blocks:
         In a layer with a window only the positions that are nearer than its size.
         """
         size, row = self.config.windows[index], jnp.arange(self.config.block_size)
-        begin = self.anchors[:, :, None, None]
-        token = jnp.broadcast_to(jnp.arange(num_tokens), (*begin.shape[:3], num_tokens))
-        position = jnp.concatenate([token, begin + row], axis=-1)  # of the keys
-        distance = begin + row[:, None] - position
-        seen = jnp.concatenate([token < begin, jnp.ones((*begin.shape[:3], len(row)), bool)], -1)
+        anchor = self.anchors[:, :, None, None]
+        token = jnp.broadcast_to(jnp.arange(num_tokens), (*anchor.shape[:3], num_tokens))
+        position = jnp.concatenate([token, anchor + row], axis=-1)  # of the keys
+        distance = anchor + row[:, None] - position
+        before = token < anchor
+        if not isinstance(self.origins, int):
+            before &= token >= self.origins[:, :, None, None]
+        seen = jnp.concatenate([before, jnp.ones((*anchor.shape[:3], len(row)), bool)], -1)
         if self.config.is_causal[index]:
             seen = seen & (distance >= 0)
         return seen if size is None else seen & (jnp.abs(distance) < size)
+
+
+def origins(begins: jax.Array | None, anchors: jax.Array) -> jax.Array | int:
+    """Returns where the documents of anchors i32[B,A] begin, of ``Batch.begins`` i32[B,W]."""
+    return 0 if begins is None else jnp.take_along_axis(begins, anchors, axis=1)
 
 
 def blocks_at_once(tokens: jax.Array, anchors: jax.Array, size: int, layer: Any) -> int:

@@ -45,7 +45,8 @@ def chain_loss(
       The loss; f32[K] ``loss_by_step``, ``reached`` and ``hits``.
     """
     K, B, T, _ = states.shape
-    counts = shifted(batch.mask, 2, T)[:, None] & (jnp.arange(T) >= jnp.arange(K)[:, None])
+    is_after = batch.place(2, T)[:, None] - 2 >= jnp.arange(K)[:, None]  # a pair of its document
+    counts = shifted(batch.mask, 2, T)[:, None] & is_after
     total = jnp.maximum(counts.sum(axis=(0, 2)), 1)
     late = lambda x, step: jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T]
     states = jnp.stack([late(x, step) for step, x in enumerate(states)], axis=1)

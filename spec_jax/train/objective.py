@@ -34,6 +34,15 @@ class Batch:
     mask: jax.Array  # bool[B,W], True where the token is to be predicted
     key: jax.Array  # of the step
     view: View | None = None
+    # i32[B,W], the column in which each token's document begins. A document is a text by itself:
+    # its tokens see no other, its positions begin at 0, and no draft runs from one into the next.
+    # None: a window is one document.
+    begins: jax.Array | None = None
+
+    def place(self, shift: int, num_rows: int) -> jax.Array:
+        """i32[B|1,T], in its document, the place of the token ``shift`` columns after row t."""
+        columns = jnp.arange(shift, shift + num_rows)[None]
+        return columns if self.begins is None else columns - shifted(self.begins, shift, num_rows)
 
 
 class Objective(NamedTuple):
@@ -87,17 +96,23 @@ class Objective(NamedTuple):
 
 
 def target_view(
-    target: dict, tokens: jax.Array, *, config: ModelConfig, taps: tuple[int, ...]
+    target: dict,
+    tokens: jax.Array,
+    begins: jax.Array | None = None,
+    *,
+    config: ModelConfig,
+    taps: tuple[int, ...],
 ) -> View:
     """Runs the target over whole windows, without a cache.
 
     Args:
       target: The target's weights.
       tokens: i32[B,W].
+      begins: See ``Batch``.
       config: The target's shape.
       taps: The states to keep, see ``transformer.forward``.
     """
-    out = transformer.forward(target, tokens, config=config, taps=taps)
+    out = transformer.forward(target, tokens, config=config, begins=begins, taps=taps)
     return jax.lax.stop_gradient(View(out.features, out.hidden))
 
 
@@ -116,7 +131,8 @@ def with_view(
 
     def run(params, batch, target):
         if batch.view is None:
-            batch = batch.replace(view=target_view(target, batch.tokens, config=config, taps=taps))
+            view = target_view(target, batch.tokens, batch.begins, config=config, taps=taps)
+            batch = batch.replace(view=view)
         return loss(params, batch, target)
 
     return run

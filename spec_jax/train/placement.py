@@ -111,6 +111,10 @@ class Placement:
                 f"multiple of {over}"
             )
 
+    def rows(self, shape: tuple[int, ...]) -> NamedSharding | None:
+        """Returns where rows of this shape lie, see ``place``; None without a mesh."""
+        return None if self.mesh is None else named(("batch",), shape, self.mesh)
+
     def place(self, batch: Any) -> Any:
         """Splits the rows of a batch over the data axis; what it does not divide is copied.
 
@@ -123,7 +127,7 @@ class Placement:
     def _place(self, x):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        rows = named(("batch",), x.shape, self.mesh)
+        rows = self.rows(x.shape)
         if isinstance(x, jax.Array) and len(x.devices()) > 1:
             return jax.device_put(x, rows)
         x = np.asarray(x)

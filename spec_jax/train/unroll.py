@@ -32,18 +32,19 @@ class UnrolledCache:
 
     length: jax.Array  # i32[B], zeros: all rows begin at position 0
     slots: int = flax.struct.field(pytree_node=False)
+    begins: jax.Array | None = None  # i32[B,T], where each row's document begins
     true: tuple[jax.Array, ...] = ()  # keys and values of step 0, dtype[B,G,T,H]
     later: tuple[jax.Array, ...] = ()  # of steps 1.., dtype[K-1,B,G,T,H]
 
     @classmethod
-    def create(cls, batch: int, num_rows: int) -> UnrolledCache:
+    def create(cls, batch: int, num_rows: int, begins: jax.Array | None = None) -> UnrolledCache:
         """Makes a cache for the only step of B sequences of T rows."""
-        return cls(jnp.zeros((batch,), jnp.int32), num_rows)
+        return cls(jnp.zeros((batch,), jnp.int32), num_rows, begins)
 
     def of_steps(self, num_steps: int) -> UnrolledCache:
         """Makes a cache for several steps, from one that a step has returned, or its shapes."""
         empty = lambda *lead: tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
-        cache = UnrolledCache.create(len(self.length), self.slots)
+        cache = UnrolledCache.create(len(self.length), self.slots, self.begins)
         return cache.replace(true=empty(), later=empty(num_steps - 1))
 
     def attend(
@@ -59,21 +60,22 @@ class UnrolledCache:
         del index  # there is one layer
         step, new = window.offset, (k_BGTH, v_BGTH)
         if not self.true:
-            return causal_attention(q_BTNH, *new, scale=scale), self.replace(true=new)
+            out = causal_attention(q_BTNH, *new, scale=scale, begins=self.begins)
+            return out, self.replace(true=new)
         true = tuple(jnp.where(step == 0, x, old) for x, old in zip(new, self.true))
         # At step 0 a place is written that the mask hides until its own step writes it.
         put = lambda all_, x: all_.at[jnp.maximum(step - 1, 0)].set(x)
         later = tuple(map(put, self.later, new))
-        out = _attend_unrolled(q_BTNH, true, later, step, scale)
+        out = _attend_unrolled(q_BTNH, true, later, step, scale, self.begins)
         return out.astype(v_BGTH.dtype), self.replace(true=true, later=later)
 
 
-def _attend_unrolled(q_BTNH, true, later, step, scale):
+def _attend_unrolled(q_BTNH, true, later, step, scale, begins):
     """One softmax over the rows of step 0 up to each row, and its own row of later steps."""
     (k, v), (own_k, own_v) = true, later
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     q = grouped(q_BTNH, k.shape[1])
-    highest, total, out = causal_parts(q, k, v, scale=scale)
+    highest, total, out = causal_parts(q, k, v, scale=scale, begins=begins)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     own = product("bgrth,jbgth->jbgrt", q, own_k) * scale
     is_before = jnp.arange(len(own)) < step
@@ -98,6 +100,7 @@ def unroll(
     features: jax.Array,
     tokens: jax.Array,
     num_steps: int,
+    begins: jax.Array | None = None,
     *,
     is_remat: bool = False,
 ) -> jax.Array:
@@ -111,6 +114,7 @@ def unroll(
       features: dtype[B,T+2,E], the target's tapped states.
       tokens: i32[B,T+2].
       num_steps: K.
+      begins: i32[B,T+2], where each token's document begins, see ``Batch``.
       is_remat: Whether the backward pass computes each step again instead of storing it.
 
     Returns:
@@ -127,8 +131,10 @@ def unroll(
         return (head.recycle(params, x).astype(state.dtype), cache), x
 
     padded = shifted(tokens, 0, T + num_steps)
-    start = head.join(params, features[:, :T]), UnrolledCache.create(B, T)
+    begins = None if begins is None else begins[:, :T]
+    start = head.join(params, features[:, :T]), UnrolledCache.create(B, T, begins)
     if num_steps == 1:
         return run(start, 0)[1][None]
     (_, cache), _ = jax.eval_shape(lambda: run(start, 0))
-    return jax.lax.scan(run, (start[0], cache.of_steps(num_steps)), jnp.arange(num_steps))[1]
+    cache = cache.replace(begins=begins).of_steps(num_steps)
+    return jax.lax.scan(run, (start[0], cache), jnp.arange(num_steps))[1]

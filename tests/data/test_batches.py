@@ -46,6 +46,18 @@ def test_windows_hold_their_text_and_mask_in_the_asked_shares():
     assert of_b == 30
 
 
+def test_a_window_says_where_the_documents_of_its_tokens_begin():
+    """By a loop over documents, of which some are cut by windows and the tail is another one."""
+    starts = np.asarray([0, 3, 4, 12, 25])
+    text = Corpus("c", A.tokens[:30], starts=starts)
+    owner = [sum(start <= i for start in starts) for i in range(30)]
+    for index in range(3):
+        own = owner[index * 10 : index * 10 + 10]
+        expected = [own.index(number) for number in own]
+        np.testing.assert_array_equal(text.window(index, 10)["begins"], expected)
+    assert not A.window(1, 10)["begins"].any()
+
+
 @pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Peak memory of drawing batches from a mapped file of 4 MB and of 1 GB (sparse on disk)."""

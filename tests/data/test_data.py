@@ -106,9 +106,11 @@ def test_indentation_is_one_token(tokenizer):
 
 
 def test_packing_separates_documents(tokenizer):
-    packed = tokens.pack(Tokenizer(tokenizer), [("a", "x = 1\n"), ("b", "y = 2\n")])
+    found = tokens.pack_with_starts(Tokenizer(tokenizer), [("a", "x = 1\n"), ("b", "y = 2\n")])
+    packed, starts = found
     assert packed.dtype == np.int32
     assert list(np.flatnonzero(packed == 0)) == [0, len(packed) // 2, len(packed) - 1]
+    np.testing.assert_array_equal(np.flatnonzero(packed == 0), starts)
 
 
 def test_packing_uses_the_end_token_of_another_tokenizer_and_cuts_nothing():

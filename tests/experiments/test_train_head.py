@@ -158,6 +158,7 @@ def test_every_objective_trains_and_exports(files, tmp_path, version):
     if version == "eagle3.1":
         config.head.fc_norm = config.head.norm_output = True
     config.data.responses = None
+    config.data.has_document_masks = version in ("eagle3.1", "dflash")
     assert train_head.train(config, tmp_path)["tau"] >= 1
     head = load_draft(tmp_path / "export", load_model(files / "target"))
     assert head.method == ("eagle" if objective.startswith("eagle") else objective)
@@ -259,6 +260,23 @@ def test_tau_is_measured_on_the_held_out_text_unless_prompts_are_named(files, tm
     pieces = {tuple(tokens_of[i : i + 9]) for i in range(len(tokens_of))}
     assert len(experiment._prompts) == 3 and {len(ids) for ids in experiment._prompts} == {9}
     assert set(map(tuple, experiment._prompts)) < pieces
+
+
+def test_documents_of_a_batch_begin_where_the_files_do_if_they_are_asked_for(files, tmp_path):
+    config = small(files, **{"data.text_share": 0.0})
+    before = HeadExperiment(config, tmp_path).batch_at(0)
+    config.data.has_document_masks = True
+    batch = HeadExperiment(config, tmp_path).batch_at(0)
+    assert before.begins is None and batch.begins.shape == batch.tokens.shape
+    is_first = np.asarray(batch.begins) == np.arange(config.length)
+    rows = [json.loads(line) for line in (files / "responses.jsonl").read_text().splitlines()]
+    texts = [row["prompt_ids"] + row["response_ids"] for row in rows]
+    assert is_first[:, 1:].any()
+    for row, column in np.argwhere(is_first)[:, :2]:
+        after = np.asarray(batch.tokens)[row, column : column + 6].tolist()
+        assert column == 0 or any(after[1:] == text[: len(after) - 1] for text in texts)
+    same = np.asarray(batch.view.hidden) == np.asarray(before.view.hidden)
+    assert same.all(axis=-1)[np.asarray(batch.begins) == 0].all() and not same.all()
 
 
 @pytest.mark.exhaustive

@@ -187,7 +187,8 @@ def test_many_slots_are_read_in_blocks_off_a_cpu(platform):
     assert (loops(MIN_BLOCKED - 1), loops(64, "xla")) == (0, layers)
 
 
-def test_a_tpus_kernel_attends_as_all_scores_at_once_do(monkeypatch):
+@pytest.mark.parametrize("starts", [None, [0, 7, 90, 128]], ids=["one document", "four"])
+def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, monkeypatch):
     """In the interpreter: outputs and gradients, with tokens that blocks do not divide."""
     monkeypatch.setattr(attention, "SPLASH_BLOCK", 128)
     draw, T = np.random.RandomState(0).standard_normal, 130
@@ -201,8 +202,13 @@ def test_a_tpus_kernel_attends_as_all_scores_at_once_do(monkeypatch):
 
         return jax.jit(jax.grad(weighted, (0, 1, 2), has_aux=True))(*given)
 
-    mask = np.tril(np.ones((1, T, T), bool))
-    kernel = outputs_and_gradients(functools.partial(attention.by_splash, is_interpreted=True))
+    mask, options = np.tril(np.ones((1, T, T), bool)), {}
+    if starts is not None:
+        number = np.searchsorted(starts, np.arange(T), "right") - 1
+        mask &= number == number[:, None]
+        options = {"begins": jnp.asarray(starts, jnp.int32)[number][None]}
+    by_splash = functools.partial(attention.by_splash, is_interpreted=True, **options)
+    kernel = outputs_and_gradients(by_splash)
     whole = outputs_and_gradients(lambda q, k, v: attend(q, k, v, mask))
     for one, other in zip(jax.tree.leaves(kernel), jax.tree.leaves(whole)):
         np.testing.assert_allclose(one, other, atol=1e-4)
@@ -294,6 +300,7 @@ def test_an_attention_that_there_is_not_is_refused_with_those_there_are():
             load_draft(name, target, attention="flash")
 
 
+@pytest.mark.representatives("zoo/eagle3")
 @pytest.mark.parametrize("name", ["zoo/draft", "zoo/eagle3", "zoo/mtp"])
 def test_a_drafts_cache_is_attended_over_as_it_was_loaded(name):
     target = load_model("zoo/target")

@@ -301,17 +301,19 @@ def test_eagle_1_in_chunks_has_the_loss_and_the_gradient_of_all_logits_at_once(m
 def test_the_program_of_a_training_step_grows_neither_with_the_window_nor_with_the_steps():
     head = untrained("eagle-3")
 
-    def size(num_steps, width):
+    def size(num_steps, width, has_documents=False):
         shape = lambda *dims: jnp.zeros(dims, jnp.float32)
         view = View(shape(1, width, 3 * CONFIG.hidden_size), shape(1, width, CONFIG.hidden_size))
         tokens = jnp.zeros((1, width), jnp.int32)
-        batch = Batch(tokens, tokens == 0, jax.random.key(0), view)
+        begins = tokens if has_documents else None
+        batch = Batch(tokens, tokens == 0, jax.random.key(0), view, begins)
         loss = functools.partial(objective("eagle-3"), num_steps=num_steps)
         traced = jax.make_jaxpr(jax.grad(lambda p: loss(p, batch, TARGET.params)[0]))(head.params)
         return str(traced).count(" = ")  # equations, of inner programs too
 
     small = size(3, 130)
     assert small == size(3, 4098)
+    assert size(3, 4098, has_documents=True) < 1.1 * small
     assert size(7, 130) < 1.2 * small  # the figures of each step are apart
 
 

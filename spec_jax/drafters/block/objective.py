@@ -23,7 +23,7 @@ from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
 from spec_jax.models.families.llama import decoder_layer
 from spec_jax.models.layers import Window, embed_tokens, keys_values
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
-from spec_jax.train.blocks import Blocks, blocks_at_once
+from spec_jax.train.blocks import Blocks, blocks_at_once, origins
 from spec_jax.train.chunks import cut_chunks, sum_chunks
 from spec_jax.train.losses import cross_entropy, total_variation
 from spec_jax.train.objective import Batch, Objective
@@ -32,11 +32,18 @@ _CONTEXT = ("fc", "context_norm")  # what the target's states go through, once f
 
 
 def context_keys(
-    head: dict, features: jax.Array, config: BlockConfig
+    head: dict, features: jax.Array, config: BlockConfig, begins: jax.Array | None = None
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Returns keys and values dtype[B,G,W,H] of every layer, of the target's states of a window."""
+    """Returns keys and values dtype[B,G,W,H] of every layer, of the target's states of a window.
+
+    Args:
+      head: the weights.
+      features: dtype[B,W,E], the target's tapped states.
+      config: the head's shape.
+      begins: i32[B,W], where each token's document begins, see ``Batch``.
+    """
     states = context_states(head, features, config)
-    window = Window.after(config.layer, None, *states.shape[:2])
+    window = Window.after(config.layer, None, *states.shape[:2], begins=begins)
     one = lambda i: keys_values(head["layers"][str(i)], states, window, config.layer)
     return tuple(one(i) for i in range(config.layer.num_hidden_layers))
 
@@ -47,6 +54,7 @@ def states_at(
     anchors: jax.Array,
     context: tuple[tuple[jax.Array, jax.Array], ...],
     config: BlockConfig,
+    begins: jax.Array | None = None,
     *,
     is_remat: bool = False,
 ) -> jax.Array:
@@ -58,13 +66,14 @@ def states_at(
       anchors: i32[B,A].
       context: of ``context_keys``.
       config: the head's shape.
+      begins: of ``context_keys``.
       is_remat: whether the backward pass computes each layer again instead of storing it.
 
     Returns:
       dtype[B,A,K,D], the states before the final norm that draft k is scored from.
     """
     (B, A), S, layer = anchors.shape, config.block_size, config.layer
-    cache = Blocks(context, anchors, config)
+    cache = Blocks(context, anchors, config, origins(begins, anchors))
     window = Window.after(layer, None, B, A * S, positions=cache.positions)
     begin, masks = slots(tokens, anchors, 0, 1), ((0, 0), (0, 0), (0, S - 1))
     block = jnp.pad(begin, masks, constant_values=config.mask_token_id).reshape(B, A * S)
@@ -131,20 +140,23 @@ def block_loss(
       how much the confidence exceeds the acceptance in the mean.
     """
     K = config.max_draft
+    # No block begins at a document's first token, or goes on there.
+    mask = batch.mask & (batch.place(0, batch.mask.shape[1]) > 0)
     if has_every_anchor:
-        anchors, is_kept = every_anchor(batch.mask, config.block_size)
+        anchors, is_kept = every_anchor(mask, config.block_size)
     else:
-        anchors, is_kept = draw_anchors(batch.key, batch.mask, num_anchors)
+        anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
     has_confidence = getattr(config, "has_confidence", False)
     reads_target = has_every_anchor or l1_weight > 0 or confidence_weight > 0
 
     def chunk(params, _, rest):
         (head, context), (anchors, is_kept) = params, rest
         params = {"head": head, "target": target}
-        x = states_at(params, batch.tokens, anchors, context, config, is_remat=is_remat)
+        given = batch.tokens, anchors, context, config, batch.begins
+        x = states_at(params, *given, is_remat=is_remat)
         before, labels = (slots(batch.tokens, anchors, first, K) for first in (0, 1))
         base, q = scores_at(params, x, before, config, model)
-        counts = counted(batch.mask, anchors, is_kept, K)
+        counts = counted(mask, anchors, is_kept, K)
         loss = cross_entropy(q, labels)
         weights = weigh_slots(slot_weights, counts, jnp.exp(-loss), decay=decay)
         total, is_right = text_weight * loss, counts & (jnp.argmax(q, axis=-1) == labels)
@@ -168,7 +180,7 @@ def block_loss(
 
     size = blocks_at_once(batch.tokens, anchors, config.block_size, config.layer)
     blocks = cut_chunks(anchors, 1, size), cut_chunks(is_kept, 1, size)
-    context = context_keys(head, batch.view.features, config)
+    context = context_keys(head, batch.view.features, config, batch.begins)
     trained = {name: w for name, w in head.items() if name not in _CONTEXT}
     loss, sums, _ = sum_chunks(chunk, (trained, context), (), blocks)
     count = jnp.maximum(sums["count"], 1)

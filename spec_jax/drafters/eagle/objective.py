@@ -24,7 +24,7 @@ from spec_jax.drafters.eagle.parallel import masked_pairs
 from spec_jax.errors import ConfigError
 from spec_jax.models.layers import constrain_logits
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots
-from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once
+from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, origins
 from spec_jax.train.chunks import chain_loss, cut_chunks, sum_chunks
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective, weighted_mean
@@ -73,8 +73,8 @@ def eagle1_loss(
     if noise:
         uniform = jax.random.uniform(batch.key, features.shape, jnp.float32, -0.5, 0.5)
         features = features + (noise * 512 / T * uniform).astype(features.dtype)
-    x = unroll(eagle_head(config, model), params, features, batch.tokens, 1)
-    weight = shifted(batch.mask, 2, T)
+    x = unroll(eagle_head(config, model), params, features, batch.tokens, 1, batch.begins)
+    weight = shifted(batch.mask, 2, T) & (batch.place(2, T) >= 2)
     next_features = shifted(batch.view.features, 1, T).astype(jnp.float32)
     regression = smooth_l1(x[0].astype(jnp.float32) - next_features).mean(axis=-1)
     feature_loss = weighted_mean(regression, weight)
@@ -128,7 +128,8 @@ def eagle3_loss(
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     run, features = eagle_head(config, model), batch.view.features
-    states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
+    given = features, batch.tokens, num_steps, batch.begins
+    states = unroll(run, params, *given, is_remat=is_remat)
     compare = _compare(head, target, config, model, divergence)
     measure = lambda scored, states, hidden: compare(scored, states, hidden[:, None])
     hidden = batch.view.hidden[:, 1 : 1 + T]
@@ -162,7 +163,11 @@ def _compare(head: dict, target: dict, config: EagleConfig, model: Model, diverg
 
 
 def true_pairs(
-    params: dict, features: jax.Array, tokens: jax.Array, config: PEagleConfig
+    params: dict,
+    features: jax.Array,
+    tokens: jax.Array,
+    config: PEagleConfig,
+    begins: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
     """Returns the states dtype[B,T,D] of the T pairs of a window, and their keys and values.
 
@@ -171,11 +176,13 @@ def true_pairs(
       features: dtype[B,T+2,E], the target's tapped states.
       tokens: i32[B,T+2].
       config: the head's shape.
+      begins: i32[B,T+2], see ``Batch``.
     """
     head, T = params["head"], tokens.shape[1] - 2
     embed = params["head" if config.own_embed else "target"]["embed"]
     state = join_features(head, features[:, :T], config)
-    cache = KeptKeys(jnp.zeros((len(tokens),), jnp.int32))
+    begins = None if begins is None else begins[:, :T]
+    cache = KeptKeys(jnp.zeros((len(tokens),), jnp.int32), begins=begins)
     x, cache = forward(head, embed, state, tokens[:, 1 : 1 + T], cache, config=config)
     return x, cache.layers
 
@@ -187,6 +194,7 @@ def states_at(
     anchors: jax.Array,
     num_draft: int,
     config: PEagleConfig,
+    begins: jax.Array | None = None,
     *,
     is_remat: bool = False,
 ) -> jax.Array:
@@ -200,13 +208,15 @@ def states_at(
         scores its first draft, and masked pairs behind that pair the others.
       num_draft: K.
       config: the head's shape.
+      begins: of ``true_pairs``.
       is_remat: whether the backward pass computes the masked pairs again instead of storing them.
     """
     (B, A), S, M = anchors.shape, num_draft - 1, config.num_layers
     first = slots(x, jnp.maximum(anchors - 1, 0), 0, 1)
     if S == 0:
         return first
-    blocks = Blocks(context, anchors, BlockShape(S, (None,) * M, (True,) * M))
+    shape = BlockShape(S, (None,) * M, (True,) * M)
+    blocks = Blocks(context, anchors, shape, origins(begins, anchors))
 
     def run(head, embed, blocks):
         pairs, at = masked_pairs(head, B, A * S, config), blocks.positions
@@ -262,15 +272,17 @@ def peagle_loss(
     K, T = config.max_draft, batch.tokens.shape[1] - 2
     if K is None:
         raise ConfigError("max_draft is None; a head is trained for a number of drafts")
+    # No chain of drafts begins at a document's first token, or goes on there.
+    mask = batch.mask & (batch.place(0, batch.mask.shape[1]) > 0)
     if has_every_anchor:
-        anchors, is_kept = every_anchor(batch.mask, K)
+        anchors, is_kept = every_anchor(mask, K)
     else:
-        anchors, is_kept = draw_anchors(batch.key, batch.mask, num_anchors)
+        anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
     shares = jnp.maximum(decay ** jnp.arange(K), floor)
     shares = shares / shares.sum()
     params, hidden = {"head": head, "target": target}, batch.view.hidden
     compare = _compare(head, target, config, model, divergence)
-    x, context = true_pairs(params, batch.view.features, batch.tokens, config)
+    x, context = true_pairs(params, batch.view.features, batch.tokens, config, batch.begins)
     after = hidden[:, 1 : 1 + T]
     loss, first = chain_loss(
         lambda scored, states, hidden: compare(scored, states, hidden[:, None]),
@@ -280,13 +292,14 @@ def peagle_loss(
         after,
         shares[:1],
     )
-    counts = counted(batch.mask, anchors, is_kept, K)
+    counts = counted(mask, anchors, is_kept, K)
     later = jnp.where(jnp.arange(K) > 0, shares / jnp.maximum(counts.sum(axis=(0, 1)), 1), 0.0)
 
     def chunk(params, _, rest):
         (head, x, context), (anchors, counts) = params, rest
         both = {"head": head, "target": target}
-        states = states_at(both, x, context, anchors, K, config, is_remat=is_remat)
+        given = x, context, anchors, K, config, batch.begins
+        states = states_at(both, *given, is_remat=is_remat)
         losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
         is_right = counts & (drafts == slots(batch.tokens, anchors, 1, K))
         sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(counts, is_right)))}

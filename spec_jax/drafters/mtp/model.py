@@ -189,6 +189,7 @@ def forward(
     index: int = 0,
     window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
+    begins: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs one module over states and the tokens after them.
 
@@ -201,6 +202,7 @@ def forward(
       index: which module, from 0; it sees no slot before this one, see ``common/sequential.py``.
       window_offset: slots of the window that earlier calls since the last commit filled.
       window_mask: bool[B|1,T,W], what of the window each slot sees, see ``Window.after``.
+      begins: i32[B,T], of the states' documents, likewise.
 
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
@@ -212,7 +214,8 @@ def forward(
     both = [e, h] if config.order == "embedding-first" else [h, e]
     x = constrain(jnp.concatenate(both, axis=-1), "batch")  # its halves split alike
     x = constrain(linear(x, module, "fc"), "batch")
-    window = Window.after(layer, cache, *tokens.shape, window_offset, window_mask=window_mask)
+    masks = dict(window_mask=window_mask, begins=begins)
+    window = Window.after(layer, cache, *tokens.shape, window_offset, **masks)
     if index > 0 and cache is not None:
         mask = window.mask & (jnp.arange(cache.slots) >= index)
         window = window._replace(mask=mask, first=index)

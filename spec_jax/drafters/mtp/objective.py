@@ -64,7 +64,8 @@ def mtp_loss(
     params = {"head": head, "target": target}
     if config.protocol == "recycled":
         run, features = mtp_head(config, model), batch.view.features
-        states = unroll(run, params, features, batch.tokens, num_steps, is_remat=is_remat)
+        given = features, batch.tokens, num_steps, batch.begins
+        states = unroll(run, params, *given, is_remat=is_remat)
     else:
         states = jnp.stack(_sequential_states(params, batch, config))
     is_soft, K = labels == "target", len(states)
@@ -96,9 +97,10 @@ def _sequential_states(params, batch: Batch, config: MtpConfig):
     """Returns the states dtype[B,T,D] of every module, each over the whole text."""
     T = batch.tokens.shape[1] - 2
     state, states = batch.view.features[:, :T], []
+    begins = None if batch.begins is None else batch.begins[:, :T]
     for index in range(config.num_modules):
         tokens = shifted(batch.tokens, 1 + index, T)
-        x, _ = mtp.forward(params, state, tokens, None, config=config, index=index)
+        x, _ = mtp.forward(params, state, tokens, None, config=config, index=index, begins=begins)
         states.append(x)
         state = mtp.recycle(params, x, config=config, index=index)
     return states

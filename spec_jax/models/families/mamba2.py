@@ -16,7 +16,7 @@ from spec_jax.models.caches.state import StateCache
 from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported, shown
 from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.families.registry import Family, register
-from spec_jax.models.layers import Window, linear, rms_norm
+from spec_jax.models.layers import Window, check_one_document, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
 from spec_jax.models.ssm import Inputs, MixerConfig, convolve, latest_seen, read, read_chain, write
 from spec_jax.sharding import constrain
@@ -195,6 +195,7 @@ def mixer(
     """
     B, T, _ = x_BTD.shape
     N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    check_one_document(window)
     with jax.named_scope("ssm"):
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
         held = whole.layers[index if cache is not None else 0]

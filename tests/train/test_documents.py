@@ -1,0 +1,122 @@
+"""Windows of several documents: each is trained on as if it had a window of its own."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, MAMBA2, large_weights, random_tensor
+
+from spec_jax.drafters import registry
+from spec_jax.drafters.block.config import DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
+from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
+from spec_jax.models.attention import block_size
+from spec_jax.models.layers import Window
+from spec_jax.train.objective import Batch, target_view, with_view
+from spec_jax.train.placement import Placement
+from spec_jax.train.unroll import UnrolledCache
+
+CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=128)
+TARGET = large_weights("tiny", CONFIG, 2)
+HEADS = {
+    "eagle1": (EagleConfig.of_target(CONFIG, 1), {}),
+    "eagle3": (EagleConfig.of_target(CONFIG, 3, 20), {"num_steps": 4}),
+    "mtp": (MtpConfig.of_target(CONFIG), {"num_steps": 3, "labels": "target"}),
+    "sequential": (MtpConfig.of_target(CONFIG, num_modules=2, protocol="sequential"), {}),
+    "peagle": (PEagleConfig.of_target(CONFIG, max_draft=4), {"num_anchors": 90}),
+    "dspark": (DSparkConfig.of_target(CONFIG, block_size=4, markov_rank=6), {"num_anchors": 90}),
+    "treeflash": (
+        TreeFlashConfig.of_target(CONFIG, block_size=4, windows=(3, None)),
+        {"num_anchors": 90},
+    ),
+}
+LENGTHS = [[5, 41, 1, 33, 10], [64, 2, 20, 4]]  # of the documents of each window
+W = sum(LENGTHS[0])
+MESH = "data:2,tensor:2"
+
+
+def head_of(config):
+    def draw(table, prefix):
+        if isinstance(table, dict):
+            return {key: draw(spec, f"{prefix}.{key}") for key, spec in table.items()}
+        return jnp.asarray(random_tensor(prefix, table.shape, 0))
+
+    params = draw(registry.kind_of(config).head.table(config), "head")
+    is_reduced = registry.kind_of(config).name == "eagle" and config.version == 3
+    return params | ({"d2t": jnp.arange(20, dtype=jnp.int32) // 2} if is_reduced else {})
+
+
+@functools.cache
+def batches():
+    """Documents packed, and the same ones in windows of their own, padded after their end."""
+    rng = np.random.default_rng(3)
+    tokens, mask = rng.integers(0, 31, (2, W)).astype(np.int32), rng.random((2, W)) < 0.8
+    begins, alone = np.zeros((2, W), np.int32), []
+    for row, lengths in enumerate(LENGTHS):
+        starts = np.cumsum([0, *lengths])
+        begins[row] = np.repeat(starts[:-1], lengths)
+        alone += [(row, slice(*starts[i : i + 2])) for i in range(len(lengths))]
+    alone += [(0, slice(0, 0))] * (-len(alone) % 2)  # a number of rows that a mesh divides
+
+    def own(x):
+        parts = [x[row, part] for row, part in alone]
+        return np.stack([np.pad(part, (0, 66 - len(part))) for part in parts])
+
+    key = jax.random.key(0)
+    return Batch(tokens, mask, key, begins=begins), Batch(own(tokens), own(mask), key)
+
+
+def run(name, batch, mesh=None):
+    """Loss, figures and gradients; the target's pass is part of it."""
+    config, options = HEADS[name]
+    objective, placement = registry.objective_of(config, None), Placement.of(mesh)
+    if name in ("dspark", "treeflash"):
+        objective = registry.objective_of(config, name)
+    trained, constants = objective.split(head_of(config))
+    loss = objective.bind(config, transformer.model(CONFIG, config.taps), options, constants)
+    loss = with_view(loss, CONFIG, config.taps)
+    graded = placement.jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.device_get(graded(trained, placement.place(batch), TARGET.params))
+
+
+CASES = [(name, None) for name in HEADS] + [("eagle3", MESH), ("dspark", MESH)]
+
+
+@pytest.mark.representatives("eagle3-None")
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_a_packed_window_is_trained_on_as_its_documents_are_alone(name, mesh):
+    """Loss, figures and gradients; borders lie inside of the attention's blocks and on them."""
+    assert block_size(W - 2) == 64
+    packed, alone = batches()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    found, expected = run(name, packed, mesh), run(name, alone)
+    assert expected[0][1]["reached"][0] > 99
+    jax.tree.map(close, found, expected)
+    joined = run(name, packed.replace(begins=0 * packed.begins), mesh)
+    assert abs(joined[0][0] - expected[0][0]) > 1e-3
+
+
+def test_positions_begin_anew_with_each_document():
+    """Of tokens, and of a head's later steps; attention by rotary positions would not show it."""
+    begins = batches()[0].begins
+    alone = Window.after(CONFIG, None, 1, W + 3)
+    for step in (0, 3):
+        cache = UnrolledCache.create(2, W, jnp.asarray(begins))
+        window = Window.after(CONFIG, cache, 2, W, step)
+        at = np.arange(W) - begins + step
+        np.testing.assert_array_equal(window.sin, np.asarray(alone.sin)[0, at])
+
+
+def test_a_recurrent_target_refuses_windows_of_several_documents():
+    config = MAMBA2
+    params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, 4), "int32")
+    view = functools.partial(target_view, config=config, taps=(0,))
+    jax.eval_shape(view, params, tokens)
+    with pytest.raises(ConfigError, match="recurrent state would carry it from one document"):
+        jax.eval_shape(view, params, tokens, tokens)
