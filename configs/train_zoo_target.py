@@ -46,6 +46,7 @@ def get_config() -> ConfigDict:
             "tie_word_embeddings": True,  # whether embedding and output share their weights
         }
     )
+    config.model_json = ""  # or, in place of all of this, a config.json of any family
     config.steps = 1400  # training steps of the whole run
     config.batch = 12  # windows of a step
     config.length = 256  # tokens of a window

@@ -6,6 +6,7 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +28,9 @@ from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.meshes import mesh_of
 from spec_jax.models import checkpoint, transformer
-from spec_jax.models.config import ModelConfig
+from spec_jax.models.config import text_part
+from spec_jax.models.families import AnyConfig, family_of_type
+from spec_jax.models.files import read_json
 from spec_jax.models.params import num_params, placement
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.progress import Progress
@@ -66,11 +69,36 @@ def validate(config: ConfigDict) -> None:
         share = config.optimizer.decay_share if "." in name else config[name]
         cli.require(0.0 <= share <= 1.0, config, name, "a number in [0, 1]")
     longest = max(config.length, config.long_length, config.eval_length)
-    if longest > config.model.max_position_embeddings:
-        raise ConfigError(
-            f"windows of {longest} tokens exceed max_position_embeddings "
-            f"{config.model.max_position_embeddings}"
-        )
+    limit = stated_model(config).get("max_position_embeddings", longest)
+    if longest > limit:
+        raise ConfigError(f"windows of {longest} tokens exceed max_position_embeddings {limit}")
+
+
+def stated_model(config: ConfigDict) -> dict[str, Any]:
+    """Returns the keys of a config.json that say what is trained, without a vocabulary.
+
+    Raises:
+      ConfigError: The family of ``model_json`` is not supported.
+      WeightsError: There is no such file.
+    """
+    if not config.model_json:
+        return config.model.to_dict()
+    hf = dict(text_part(read_json(pathlib.Path(config.model_json))))
+    family_of_type(hf.get("model_type"))
+    return hf
+
+
+def model_config(config: ConfigDict, vocab_size: int, end: int) -> AnyConfig:
+    """Returns the shape of the model that is trained.
+
+    Args:
+      config: See ``configs/train_zoo_target.py``.
+      vocab_size: V.
+      end: The token between texts, at which the model begins and stops.
+    """
+    hf = stated_model(config) | {"bos_token_id": end, "eos_token_id": end}
+    family = family_of_type(hf["model_type"])
+    return family.config.from_hf({**hf, "vocab_size": vocab_size})
 
 
 def load_teacher(config: ConfigDict, placement: Placement) -> LoadedModel | None:
@@ -88,7 +116,7 @@ def load_teacher(config: ConfigDict, placement: Placement) -> LoadedModel | None
     return teacher
 
 
-def make_loss(config: ConfigDict, model_config: ModelConfig, teacher: LoadedModel | None):
+def make_loss(config: ConfigDict, model_config: AnyConfig, teacher: LoadedModel | None):
     """Returns the loss, ``(params, batch, teacher's params) -> (loss, figures)``."""
     if teacher is None:
         return functools.partial(objective.lm_loss, config=model_config)
@@ -140,7 +168,7 @@ def load_text(
         special = {"bos_token": tokens.END_OF_TEXT, "eos_token": tokens.END_OF_TEXT}
         extra = {
             "clean_up_tokenization_spaces": False,
-            "model_max_length": config.model.max_position_embeddings,
+            "model_max_length": stated_model(config).get("max_position_embeddings"),
         }
         tokenizer = Tokenizer(backend, special | extra)
     return tokenizer, *texts.load(config.data, tokenizer, folder)
@@ -216,12 +244,7 @@ class LmExperiment(Experiment):
         self.tokenizer, self.text, self.held_out = load_text(config, self.teacher, workdir / "data")
         texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
         end = tokens.separator_id(self.tokenizer)
-        self.model_config = ModelConfig(
-            vocab_size=self.tokenizer.vocab_size,
-            bos_token_id=end,
-            eos_token_id=(end,),
-            **config.model,
-        )
+        self.model_config = model_config(config, self.tokenizer.vocab_size, end)
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
         loss = make_loss(config, self.model_config, self.teacher)
         self.own = continuations(config, self.teacher, self.text, workdir / "continuations.npy")

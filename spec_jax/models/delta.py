@@ -18,6 +18,8 @@ Source: Gated Delta Networks, arXiv 2412.06464; the triangular system, arXiv 240
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +39,7 @@ from spec_jax.models.ssm import (
 from spec_jax.sharding import constrain
 
 _EPS = 1e-6  # of the lengths of queries and keys
+_FEW = 8  # tokens up to which a CPU solves a triangular system in one thread, without a wait
 
 
 def delta_table(
@@ -110,11 +113,44 @@ def correct(
     if not (isinstance(offset, int) and offset == 0):
         is_earlier = (jnp.arange(weights.shape[2]) < offset)[:, None]
         known -= jnp.einsum("btwn,bwnh->btnh", jnp.where(is_earlier, weights, 0.0), inputs.u)
-    own = jnp.tril(take(weights, 2).transpose(0, 3, 1, 2), -1) + jnp.eye(T)
-    u = jax.lax.linalg.triangular_solve(
-        own, known.transpose(0, 2, 1, 3), left_side=True, lower=True, unit_diagonal=True
+    return _solve(take(weights, 2).transpose(0, 3, 1, 2), known.transpose(0, 2, 1, 3)).transpose(
+        0, 2, 1, 3
     )
-    return u.transpose(0, 2, 1, 3)
+
+
+def _solve(weights: jax.Array, known: jax.Array) -> jax.Array:
+    """The u f32[B,N,T,H] of tokens whose u is ``known``, less those before times their weights."""
+    T = weights.shape[-1]
+    if T > _FEW:
+        inverse = invert_unit_lower(weights)
+        return jnp.matmul(inverse, known, precision=jax.lax.Precision.HIGHEST)
+    own = jnp.tril(weights, -1) + jnp.eye(T)
+    return jax.lax.linalg.triangular_solve(
+        own, known, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def invert_unit_lower(x: jax.Array) -> jax.Array:
+    """Returns the inverses of lower triangular matrices with ones on the diagonal.
+
+    The inverse of [[A, 0], [C, D]] is [[A', 0], [-D' C A', D']], where A' and D' are those of A and
+    D: blocks of one, two, four rows and so on are inverted in turn, by products alone.
+
+    Args:
+      x: f32[...,T,T]; what is on the diagonal and above is not read.
+
+    Returns:
+      f32[...,T,T].
+    """
+    T = x.shape[-1]
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    inverse, size = jnp.broadcast_to(jnp.eye(T, dtype=x.dtype), x.shape), 1
+    while size < T:
+        block = jnp.arange(T) // size
+        is_left_below = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
+        inverse -= product(product(inverse, jnp.where(is_left_below, x, 0)), inverse)
+        size *= 2
+    return inverse
 
 
 def _run_chain(state, k, v, rate, log_decay, q):

@@ -25,7 +25,7 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
 from spec_jax.models.caches.state import StateCache
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.models.delta import delta_net
+from spec_jax.models.delta import delta_net, invert_unit_lower
 from spec_jax.models.families import family_of, module_layer
 from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.layers import Window
@@ -59,6 +59,16 @@ def test_a_delta_net_equals_its_recurrence():
         np.testing.assert_allclose(out[b, :length], expected, atol=2e-5)
         np.testing.assert_allclose(cache.layers[0].ssm[b], state, atol=2e-5)
         np.testing.assert_allclose(cache.layers[0].conv[b], last, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [9, 16, CHUNK])
+def test_inverses_of_triangular_matrices(size):
+    """Random ones, and those of keys that repeat, where a series of powers loses all digits."""
+    lower = np.tril(np.random.default_rng(size).normal(size=(2, size, size)) / 3, -1)
+    lower[1] = np.tril(np.full((size, size), 0.9), -1)
+    spoiled = lower + np.triu(np.full((size, size), np.nan))  # is not read
+    found = jax.jit(invert_unit_lower)(spoiled.astype(np.float32))
+    np.testing.assert_allclose(found, np.linalg.inv(lower + np.eye(size)), atol=2e-5)
 
 
 VISION = dict(model_type="qwen3_5", depth=1)

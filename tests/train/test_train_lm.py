@@ -1,5 +1,6 @@
 """The training experiment: learns, resumes bit for bit, distils, refuses bad configs."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.runs import check_run_files, stopped_at
+from support.tiny_models import QWEN35
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
@@ -233,3 +235,20 @@ def test_blocked_attention_is_attention():
 
 def test_a_block_is_an_eighth_of_the_rows_within_limits():
     assert [block_size(T) for T in (13, 256, 512, 1024, 2048, 4096)] == [64, 64, 64, 128, 256, 256]
+
+
+@pytest.mark.exhaustive
+def test_a_config_json_of_another_family_is_trained(tmp_path):
+    """Its vocabulary and stop tokens are those of the tokenizer that is trained."""
+    hf = {**QWEN35.to_hf(), "max_position_embeddings": 64, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = tiny(model_json=str(tmp_path / "config.json"))
+    train_lm.train(config, tmp_path / "run")
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < losses[0] - 0.3
+    _, trained = checkpoint.load_pretrained(tmp_path / "run" / "export")
+    changes = dict(vocab_size=300, bos_token_id=0, eos_token_id=(0,), tie_word_embeddings=True)
+    assert trained == dataclasses.replace(QWEN35, max_position_embeddings=64, **changes)
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"model_type": "qwen4_exp"}))
+    with pytest.raises(ConfigError, match="'qwen4_exp' is not supported"):
+        train_lm.train(config, tmp_path / "other")
