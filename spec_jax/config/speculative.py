@@ -50,12 +50,12 @@ class SpeculativeConfig:
     Attributes:
       speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
         (copies what followed the same tokens before), "suffix" (copies what most often did, in
-        this request and in past outputs), "eagle" or "mtp" (heads), "peagle", "dflash", "dspark"
-        or "treeflash" (heads that draft all tokens in one pass).
+        this request and in past outputs), "eagle" or "mtp" (heads), "peagle", "dflash",
+        "dflash2", "dspark" or "treeflash" (heads that draft all tokens in one pass).
       num_speculative_tokens: K, tokens drafted a round; with adaptive K the largest. Leave it
         out where a static tree or buckets settle it.
       rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0;
-        above it what the drafter names ("block" for "peagle", "dflash", "dspark" and "treeflash"),
+        above it what the drafter names ("block" for heads that draft all tokens in one pass),
         or else "residual" for a sampled draft and "match" for a deterministic one.
       adaptive: choose K from chunk to chunk of rounds, for the whole batch, by what was accepted
         lately and what a round costs; K = 0, plain decoding, included. The distribution of the
@@ -187,6 +187,9 @@ class SpeculativeConfig:
 
     def is_dflash(self) -> bool:
         return self.speculative_method == "dflash"
+
+    def is_dflash2(self) -> bool:
+        return self.speculative_method == "dflash2"
 
     def is_dspark(self) -> bool:
         return self.speculative_method == "dspark"

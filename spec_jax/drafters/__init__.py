@@ -3,7 +3,7 @@
 ``register`` makes a kind known, from outside of the package too; see ``DrafterKind``.
 """
 
-from spec_jax.drafters.block.kind import DFLASH, DSPARK, TREEFLASH
+from spec_jax.drafters.block.kind import DFLASH, DFLASH2, DSPARK, TREEFLASH
 from spec_jax.drafters.eagle.kind import EAGLE, PEAGLE
 from spec_jax.drafters.mtp.kind import MTP
 from spec_jax.drafters.ngram import NGRAM
@@ -29,5 +29,5 @@ __all__ = [
     "register",
 ]
 
-for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, PEAGLE, MTP, DFLASH, DSPARK, TREEFLASH):
+for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, PEAGLE, MTP, DFLASH, DFLASH2, DSPARK, TREEFLASH):
     register(_kind)

@@ -260,9 +260,14 @@ def attend_window(
 def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
     """Applies the gated feed-forward part, with its norm and residual."""
     with jax.named_scope("mlp"):
-        h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
-        h = jax.nn.silu(linear(h, layer, "gate")) * linear(h, layer, "up")
-        return x_BTD + linear(h, layer, "down")
+        return x_BTD + gated(layer, rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps))
+
+
+def gated(layer: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
+    """Applies the gated maps of ``mlp``, without its norm and residual."""
+    return linear(
+        jax.nn.silu(linear(x_BTD, layer, "gate")) * linear(x_BTD, layer, "up"), layer, "down"
+    )
 
 
 def pre_norm_layer(attention: Callable[..., Any], mlp: Callable[..., Any]) -> Callable[..., Any]:

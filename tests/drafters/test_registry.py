@@ -72,6 +72,7 @@ def test_block_drafters_are_told_apart_by_their_steps(tmp_path):
     for name, hf, tensors in (
         ("dflash", DFLASH, plain),
         ("dspark", DSPARK, plain | MARKOV),
+        ("dflash2", DFLASH, plain | zeros("candidate_selector.hidden_projection.weight")),
         ("treeflash", DFLASH, prefixed | step),
     ):
         (tmp_path / name).mkdir()
@@ -156,7 +157,7 @@ def test_a_config_takes_every_registered_method_and_no_other():
         SpeculativeConfig(method)
     with pytest.raises(ConfigError, match="expected one of standalone, .* mtp, dflash"):
         SpeculativeConfig("dflush")
-    heads = ["eagle", "peagle", "mtp", "dflash", "dspark", "treeflash"]
+    heads = ["eagle", "peagle", "mtp", "dflash", "dflash2", "dspark", "treeflash"]
     assert list(METHODS) == ["standalone", "ngram", "suffix", *heads]
 
 

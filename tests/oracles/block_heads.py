@@ -1,7 +1,7 @@
 """Block drafters in NumPy, in float64, one row and one layer at a time, from published tensors.
 
 Tensors go by their published names and are stored ``[out, in]``. Written from the papers'
-definitions: DFlash (arXiv 2602.06036), DSpark (2607.05147), TreeFlash (2606.03819).
+definitions: DFlash (arXiv 2602.06036), DSpark (2607.05147), TreeFlash (2606.03819); DFlash 2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def block_states(tensors, config, features, ids, embed, shift=0):
         w = lambda name: tensors[f"layers.{i}.{name}.weight"]
         heads = lambda x, name: (x @ w(f"self_attn.{name}_proj").T).reshape(len(x), -1, H)
         key = lambda x, at: turn(rms(heads(x, "k"), w("self_attn.k_norm"), eps), at, theta)
-        a = rms(x, w("input_layernorm"), eps)
+        y = rms(x, w("input_layernorm"), eps)
+        a = convolved(tensors, f"layers.{i}.attention_conv", y, y, 0)
         k = np.concatenate([key(context, before), key(a, inside)]).repeat(groups, axis=1)
         v = np.concatenate([heads(context, "v"), heads(a, "v")]).repeat(groups, axis=1)
         q = turn(rms(heads(a, "q"), w("self_attn.q_norm"), eps), inside, theta)
@@ -64,11 +65,32 @@ def block_states(tensors, config, features, ids, embed, shift=0):
                 scores = k[sees, head] @ q[t, head] / np.sqrt(H)
                 weights = np.exp(scores - scores.max())
                 out[t, head] = weights / weights.sum() @ v[sees, head]
-        x = x + out.reshape(S, -1) @ w("self_attn.o_proj").T
-        h = rms(x, w("post_attention_layernorm"), eps)
+        out = out.reshape(S, -1) @ w("self_attn.o_proj").T
+        x = x + convolved(tensors, f"layers.{i}.attention_conv", y, out, 1)
+        y = rms(x, w("post_attention_layernorm"), eps)
+        h = convolved(tensors, f"layers.{i}.mlp_conv", y, y, 0)
         gate = h @ w("mlp.gate_proj").T
-        x = x + (gate * sigmoid(gate) * (h @ w("mlp.up_proj").T)) @ w("mlp.down_proj").T
+        out = (gate * sigmoid(gate) * (h @ w("mlp.up_proj").T)) @ w("mlp.down_proj").T
+        x = x + convolved(tensors, f"layers.{i}.mlp_conv", y, out, 1)
     return x
+
+
+def convolved(tensors, name, y, z, side):
+    """DFlash 2: z f64[S,D] beside the rows before it in the block, by taps that y adds to.
+
+    Without such a convolution z itself.
+    """
+    if f"{name}.base_kernel" not in tensors:
+        return z
+    base = tensors[f"{name}.base_kernel"][side]
+    taps, D = base.shape
+    added = (y @ tensors[f"{name}.kernel_projection.weight"].T).reshape(len(y), 2, taps, -1)
+    group, out = D // added.shape[-1], np.zeros_like(z)
+    for i in range(len(z)):
+        for tap in range(min(taps, i + 1)):
+            for d in range(D):
+                out[i, d] += (base[tap, d] + added[i, side, tap, d // group]) * z[i - tap, d]
+    return out
 
 
 def step(tensors, config, x, token, embed, unembed):
@@ -81,6 +103,13 @@ def step(tensors, config, x, token, embed, unembed):
         x = x + (g * sigmoid(g) * u) @ tensors["ar_approximation.d.weight"].T
         h = rms(x, tensors["norm.weight"], config.layer.rms_norm_eps)
     logits, confidence = h @ unembed, None
+    if config.name == "dflash2":
+        of = lambda which: tensors[f"candidate_selector.{which}"]
+        read = of("predecessor_codebook")[token] * (of("hidden_projection.weight") @ h)
+        paired = np.full_like(logits, -np.inf)
+        for t in np.argsort(logits)[-config.selector_top_k :]:
+            paired[t] = logits[t] + read @ of("successor_codebook")[t]
+        logits = paired
     if config.name == "dspark":
         e = bias = tensors["markov_head.markov_w1.weight"][token]
         if config.markov_head_type == "gated":

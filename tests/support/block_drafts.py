@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from support.tiny_models import LLAMA, TINY, random_tensor, random_weights
 
-from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.drafters.block.model import block_drafter, block_table
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
@@ -38,6 +43,15 @@ HEADS = {
         is_causal=(True, False),
     ),
     "treeflash": TreeFlashConfig.of_target(LLAMA, block_size=5),
+    "dflash2": DFlash2Config.of_target(
+        LLAMA,
+        block_size=5,
+        conv_kernel_size=3,
+        conv_group_size=4,
+        selector_rank=3,
+        selector_top_k=6,
+        windows=(3, None),
+    ),
 }
 
 
@@ -80,7 +94,8 @@ def head_of(config, seed=0):
 
 def toy_config(kind, vocab_size, **changes):
     """A head of one layer for the toy target, whose states are its logits."""
-    cls = {"dflash": DFlashConfig, "dspark": DSparkConfig, "treeflash": TreeFlashConfig}[kind]
+    classes = (DFlashConfig, DFlash2Config, DSparkConfig, TreeFlashConfig)
+    cls = {c.name: c for c in classes}[kind]
     layer = ModelConfig(
         vocab_size=vocab_size,
         hidden_size=vocab_size,
@@ -96,6 +111,8 @@ def toy_config(kind, vocab_size, **changes):
     sizes |= dict(block_size=5, mask_token_id=vocab_size - 1)
     if kind == "dspark":
         sizes["markov_rank"] = 2
+    if kind == "dflash2":
+        sizes |= dict(conv_group_size=1, selector_rank=2, selector_top_k=2)
     return cls(layer=layer, **sizes | changes)
 
 

@@ -95,9 +95,10 @@ def read_head(
 
 
 def _stored_name(name: str, tensors: StrictReader) -> str:
-    """The name that a tensor has in this file, which may be an older one."""
-    older = f"{formats.OLDER}{name}"
-    return older if older in tensors.left and name not in tensors.left else name
+    """The name that a tensor has in this file, which may be an older one, or a module's."""
+    others = (f"{formats.OLDER}{name}", f"{name}.weight")
+    found = [other for other in others if other in tensors.left]
+    return found[0] if found and name not in tensors.left else name
 
 
 def _drop_copies(directory, tensors: StrictReader, target: LoadedModel, notes) -> None:

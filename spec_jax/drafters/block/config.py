@@ -1,4 +1,4 @@
-"""Shapes of the heads that draft a block in one pass: DFlash, DSpark and TreeFlash.
+"""Shapes of the heads that draft a block in one pass: DFlash, DFlash 2, DSpark and TreeFlash.
 
 They have one backbone and differ in their step, see ``steps``.
 
@@ -177,6 +177,38 @@ class DFlashConfig(BlockConfig):
     """A head whose distributions are marginals: none knows what another position drafts."""
 
     __repr__ = short_repr()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlash2Config(BlockConfig):
+    """A head with convolutions in its layers, and scores of pairs of its likeliest tokens.
+
+    Attributes:
+      conv_kernel_size: taps of the convolutions, over a token of the block and those before it.
+      conv_group_size: channels that share what the token adds to a tap.
+      selector_rank: r, of the scores of pairs.
+      selector_top_k: C, the likeliest tokens of each position, of which one is drafted.
+    """
+
+    name: ClassVar[str] = "dflash2"
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    __repr__ = short_repr()
+
+    def __post_init__(self):
+        super().__post_init__()
+        D, V = self.layer.hidden_size, self.target_vocab_size
+        most = {"conv_kernel_size": self.block_size, "conv_group_size": D, "selector_top_k": V}
+        for name in (*most, "selector_rank"):
+            value, limit = getattr(self, name), most.get(name, math.inf)
+            is_size = is_integer(value) and 0 < value <= limit
+            require(is_size, f"{name} is {value!r}; expected an integer from 1 to {limit}")
+        is_divided = D % self.conv_group_size == 0
+        require(is_divided, f"conv_group_size is {self.conv_group_size}; the width is {D}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

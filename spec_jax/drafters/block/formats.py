@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from spec_jax.drafters.block.config import (
     BlockConfig,
+    DFlash2Config,
     DFlashConfig,
     DSparkConfig,
     TreeFlashConfig,
@@ -40,9 +41,8 @@ _NEUTRAL = {
     "final_logit_softcapping": 0,
     "add_swa_attention_sink_bias": False,
 }
+_SIZES_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OTHERS = {  # tensors of drafters that extend these
-    "candidate_selector.": "DFlash 2",
-    "attention_conv.": "DFlash 2",
     "prefix_gru.": "Domino",
     "markov_head.joint_proj.": "DSpark with markov_head_type 'rnn'",
     "attention_sink_bias": "DFlash with attention sinks",
@@ -64,10 +64,12 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    Z_LAB: Format({"dflash": "DFlashDraftModel"}),
+    Z_LAB: Format({"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}),
     DEEPSPEC: Format(dict.fromkeys(("dspark", "dflash"), "Qwen3DSparkModel"), has_copies=True),
     TREEFLASH: Format({"treeflash": "TreeFlashDraftModel"}, prefix="model."),
-    SPECULATORS: Format({"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}),
+    SPECULATORS: Format(
+        {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
+    ),
 }
 
 
@@ -89,6 +91,8 @@ def find_kind(hf: Mapping[str, Any], names: AbstractSet[str]) -> str | None:
         return None
     if any(name.startswith("ar_approximation.") for name in names):
         return TreeFlashConfig.name
+    if any(name.startswith("candidate_selector.") for name in names):
+        return DFlash2Config.name
     has_step = any(name.removeprefix(OLDER).startswith("markov_head.") for name in names)
     return DSparkConfig.name if has_step else DFlashConfig.name
 
@@ -149,8 +153,17 @@ def head_config(
     for key in ("block_size", "mask_token_id"):
         values[key] = _stated(hf, key)
         require(is_integer(values[key]), f"{key} is {shown(values[key])}; expected an integer")
-    values["windows"], values["is_causal"] = _visibility(hf, format, layer, notes)
-    cls = {c.name: c for c in (DFlashConfig, DSparkConfig, TreeFlashConfig)}[kind]
+    values["windows"], values["is_causal"] = _visibility(hf, format, kind, layer, notes)
+    kinds = (DFlashConfig, DFlash2Config, DSparkConfig, TreeFlashConfig)
+    cls = {c.name: c for c in kinds}[kind]
+    if cls is DFlash2Config:
+        stated = {key: _stated(hf, key) for key in _SIZES_2}
+        values |= {key: value for key, value in stated.items() if value is not None}
+        notes += [
+            f"config.json does not say {key}; the usual {getattr(cls, key)} is assumed."
+            for key in _SIZES_2
+            if stated[key] is None
+        ]
     if cls is DSparkConfig:
         values["markov_rank"] = _stated(hf, "markov_rank")
         values["markov_head_type"] = _stated(hf, "markov_head_type") or "vanilla"
@@ -173,8 +186,8 @@ def _check_supported(hf, names) -> None:
         value = _stated(hf, key)
         require(value in (None, neutral), f"{key} is {shown(value)}, which is not supported")
     projector = _stated(hf, "projector_type")
-    message = f"projector_type {shown(projector)} is not supported; known: dflash, dspark"
-    require(projector in (None, "dflash", "dspark"), message)
+    message = f"projector_type {shown(projector)} is not supported; known: dflash, dflash2, dspark"
+    require(projector in (None, "dflash", "dflash2", "dspark"), message)
     step = _stated(hf, "ar_approximation")
     message = f"ar_approximation {shown(step)} is not supported; known: swiglu"
     require(step in (None, "swiglu"), message)
@@ -233,7 +246,7 @@ def _is_anchor_first(hf, format, kind, notes) -> bool:
     return default
 
 
-def _visibility(hf, format, layer, notes):
+def _visibility(hf, format, kind, layer, notes):
     """Windows and causality of each layer."""
     M = layer.num_hidden_layers
     inner = stated_object(hf, "dflash_config")
@@ -257,7 +270,8 @@ def _visibility(hf, format, layer, notes):
     require(not any(slides) or (is_integer(size) and size > 0), message)
     windows = tuple(size if is_sliding else None for is_sliding in slides)
     if format == SPECULATORS:
-        is_free = stated_flag(hf, "sliding_window_non_causal")
+        looks_ahead = kind == DFlash2Config.name  # of each kind the package's own default
+        is_free = stated_flag(hf, "sliding_window_non_causal", looks_ahead)
         causal = [is_sliding and not is_free for is_sliding in slides]
     else:
         stated = hf.get("is_causal") if hf.get("is_causal") is not None else inner.get("causal")
@@ -307,6 +321,8 @@ def head_json(
         own["markov_rank"], own["markov_head_type"] = config.markov_rank, config.markov_head_type
         own["enable_confidence_head"] = config.has_confidence
         own["confidence_head_with_markov"] = config.confidence_with_markov
+    elif isinstance(config, DFlash2Config):
+        own |= {key: getattr(config, key) for key in _SIZES_2}
     elif format == DEEPSPEC:
         own |= {"markov_rank": 0, "enable_confidence_head": False}
     ids = [tap - 1 for tap in config.taps]
@@ -351,8 +367,9 @@ def pick_format(config: BlockConfig, target: Any, format: str | None, num_tokens
 
 def _check_is_read(hf, config: BlockConfig, format: str, target: Any) -> None:
     """Raises a ConfigError if a config.json is read as another config than it was written from."""
-    steps = {"dspark": ["markov_head."], "treeflash": ["ar_approximation."], "dflash": []}
-    names = {"fc.weight", "hidden_norm.weight", *steps[config.name]}
+    steps = {"dspark": "markov_head.", "treeflash": "ar_approximation."}
+    steps["dflash2"] = "candidate_selector."
+    names = {"fc.weight", "hidden_norm.weight", steps.get(config.name, "")}
     _, read = head_config(hf, names, target, {}, [])
     expected = dataclasses.replace(
         config, layer=dataclasses.replace(config.layer, tie_word_embeddings=False)

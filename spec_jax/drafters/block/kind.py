@@ -1,4 +1,4 @@
-"""The records that register DFlash, DSpark and TreeFlash."""
+"""The records that register DFlash, DFlash 2, DSpark and TreeFlash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.block import model
 from spec_jax.drafters.block.checkpoint import read_head, write_head
-from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import (
+    BlockConfig,
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.drafters.block.formats import find_kind, formats_of, pick_format
 from spec_jax.drafters.registry import (
     DrafterKind,
@@ -22,7 +28,7 @@ from spec_jax.models.families import family_of
 from spec_jax.tree import AnyTree
 
 _CONTEXT, _STEP = ("fc", "context_norm"), ("step.*", "confidence*")
-_BLOCK = ("attention_norm", "q", "q_*", "o", "o_*", "mlp_norm", "gate", "up", "down")
+_BLOCK = ("attention_norm", "q", "q_*", "o", "o_*", "mlp_norm", "gate", "up", "down", "*_conv*")
 
 
 def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[DraftPass, ...]:
@@ -38,7 +44,7 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
     block = DraftPass("draft", config.block_width(levels), scored, unread=(*_CONTEXT, *_STEP))
     if isinstance(config, DFlashConfig):
         return inject, block
-    unread = (*_CONTEXT, "norm", "layers.*", "step.embed")
+    unread = (*_CONTEXT, "norm", "layers.*", "step.embed", "step.*cessor")  # rows are looked up
     return (
         inject,
         block,
@@ -62,7 +68,7 @@ def _objective(name: str):
     return objective.OBJECTIVES[name]
 
 
-def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
+def _kind(config_class: type[BlockConfig], *options: str, is_trained: bool = True) -> DrafterKind:
     return DrafterKind(
         name=config_class.name,
         drafting=Drafting(drafter=_drafter, passes=_passes),
@@ -85,9 +91,12 @@ def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
                 formats=formats_of(config_class.name),
                 sizes=("num_layers", *options),
             )
-        },
+        }
+        if is_trained
+        else {},
     )
 
 
 DFLASH, TREEFLASH = _kind(DFlashConfig), _kind(TreeFlashConfig)
 DSPARK = _kind(DSparkConfig, "markov_rank")
+DFLASH2 = _kind(DFlash2Config, is_trained=False)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Model
 from spec_jax.drafters.block.confidence import NUM_FEATURES, Fit, FittedState, draft_features
-from spec_jax.drafters.block.config import BlockConfig
+from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.steps import STEPS, confidence_logits, normed, step_logits
 from spec_jax.drafters.common.chain import Drafted, draft_chain
 from spec_jax.drafters.common.tree import draft_tree
@@ -25,8 +25,16 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.chunks import over_chunks
 from spec_jax.models.families.llama import decoder_layer, layer_table
-from spec_jax.models.layers import Window, embed_tokens, keys_values, linear, rms_norm
-from spec_jax.models.specs import linear_specs, norm_spec
+from spec_jax.models.layers import (
+    Window,
+    attention,
+    embed_tokens,
+    gated,
+    keys_values,
+    linear,
+    rms_norm,
+)
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 from spec_jax.tree import AnyTree, DynamicTree, check_children
 
 
@@ -40,7 +48,7 @@ def block_table(config: BlockConfig) -> dict[str, Any]:
     linear_specs(table, "fc", E, D, ("features", "embed"), "fc")
     table |= {"context_norm": norm_spec(D, "hidden_norm"), "norm": norm_spec(D, "norm")}
     layers = range(config.layer.num_hidden_layers)
-    table["layers"] = {str(i): layer_table(config.layer) for i in layers}
+    table["layers"] = {str(i): layer_table(config.layer) | conv_table(config) for i in layers}
     if step := STEPS[type(config)].table(config):
         table["step"] = step
     if getattr(config, "has_confidence", False):
@@ -48,6 +56,64 @@ def block_table(config: BlockConfig) -> dict[str, Any]:
         axes, name = ("embed", "one"), "confidence_head.proj"
         linear_specs(table, "confidence", width, 1, axes, name, has_bias=True)
     return table
+
+
+def conv_table(config: BlockConfig) -> dict[str, Any]:
+    """Returns the weights of a layer's convolutions; none but in DFlash 2."""
+    table: dict[str, Any] = {}
+    if not isinstance(config, DFlash2Config):
+        return table
+    D, taps = config.layer.hidden_size, config.conv_kernel_size
+    for name in ("attention_conv", "mlp_conv"):
+        hf = f"model.layers.{{i}}.{name}"
+        axes = ("side", "tap", "embed")
+        table[f"{name}_base"] = ParamSpec((2, taps, D), axes, f"{hf}.base_kernel", init="ones")
+        size, axes = 2 * taps * (D // config.conv_group_size), ("embed", "kernel")
+        linear_specs(table, name, D, size, axes, f"{hf}.kernel_projection", init="zeros")
+    return table
+
+
+def block_layer(
+    layer: dict[str, Any],
+    x: jax.Array,
+    cache: Any,
+    index: int,
+    window: Window,
+    config: BlockConfig,
+    width: int,
+) -> tuple[jax.Array, Any]:
+    """Runs a layer over rows dtype[B,T,D] of whole blocks, of ``width`` tokens each.
+
+    In DFlash 2 attention and feed-forward part each stand between two convolutions. Other
+    arguments and what is returned are those of ``layers.attention``.
+    """
+    shape, eps = config.layer, config.layer.rms_norm_eps
+    if not isinstance(config, DFlash2Config):
+        return decoder_layer(layer, x, cache, index, window, shape)
+    h = rms_norm(x, layer["attention_norm"], eps)
+    before, after = _convolutions(layer, "attention_conv", h, config, width)
+    out, cache = attention(layer, before(h), cache, index, window, shape)
+    x = x + after(out)
+    h = rms_norm(x, layer["mlp_norm"], eps)
+    before, after = _convolutions(layer, "mlp_conv", h, config, width)
+    return x + after(gated(layer, before(h))), cache
+
+
+def _convolutions(layer, name, h, config, width):
+    """Convolutions along each block, of what enters a part of the layer and of what leaves it.
+
+    A channel's taps are its own, and what the token's state adds for its group.
+    """
+    taps, size = config.conv_kernel_size, config.conv_group_size
+    added = linear(h, layer, name).reshape(*h.shape[:2], 2, taps, -1)
+    kernel = layer[f"{name}_base"] + jnp.repeat(added, size, axis=-1)  # [B,T,2,taps,D]
+
+    def convolve(x, side):
+        blocks = x.reshape(len(x), -1, width, x.shape[-1])
+        shifted = lambda tap: jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0)))[:, :, :width]
+        return sum(kernel[:, :, side, tap] * shifted(tap).reshape(x.shape) for tap in range(taps))
+
+    return (lambda x: convolve(x, 0)), (lambda x: convolve(x, 1))
 
 
 def context_states(head: dict, features: jax.Array, config: BlockConfig) -> jax.Array:
@@ -93,13 +159,14 @@ def block_states(
       dtype[B,T,D], the states before the final norm, and the cache with the block written after
       the committed slots.
     """
-    head, layer = params["head"], config.layer
+    head = params["head"]
     masks = ((0, 0), (0, width - 1))
     tokens = jnp.pad(pending[:, None], masks, constant_values=config.mask_token_id)
     windows = _windows(config, cache, *tokens.shape)
     x = embed_tokens(params["target"]["embed"], tokens).astype(head["norm"].dtype)
     for i, key in enumerate(zip(config.windows, config.is_causal)):
-        x, cache = decoder_layer(head["layers"][str(i)], x, cache, i, windows[key], layer)
+        weights = head["layers"][str(i)]
+        x, cache = block_layer(weights, x, cache, i, windows[key], config, width)
     return x, cache
 
 
@@ -142,7 +209,7 @@ def block_drafter(
     """
     depth = None if tree is None else tree.depth
     check_depth(config, depth or 0)
-    check_children(tree, target.last_id + 1, "the draft")
+    check_children(tree, getattr(config, "selector_top_k", target.last_id + 1), "the draft")
     has_confidence = getattr(config, "has_confidence", False)
     first = 0 if config.is_anchor_first else 1  # the slot that predicts the first draft
 

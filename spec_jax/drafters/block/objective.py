@@ -18,9 +18,8 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Model
 from spec_jax.drafters.block.config import BlockConfig
-from spec_jax.drafters.block.model import context_states
+from spec_jax.drafters.block.model import block_layer, context_states
 from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
-from spec_jax.models.families.llama import decoder_layer
 from spec_jax.models.layers import Window, embed_tokens, keys_values
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
 from spec_jax.train.blocks import Blocks, blocks_at_once, origins
@@ -79,7 +78,7 @@ def states_at(
     block = jnp.pad(begin, masks, constant_values=config.mask_token_id).reshape(B, A * S)
     x = embed_tokens(params["target"]["embed"], block).astype(params["head"]["norm"].dtype)
     for i in range(layer.num_hidden_layers):
-        run = lambda weights, x, i=i: decoder_layer(weights, x, cache, i, window, layer)[0]
+        run = lambda weights, x, i=i: block_layer(weights, x, cache, i, window, config, S)[0]
         x = (jax.checkpoint(run) if is_remat else run)(params["head"]["layers"][str(i)], x)
     return x.reshape(B, A, S, -1)[:, :, S - config.max_draft :]
 

@@ -13,11 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Model
-from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import (
+    BlockConfig,
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.models.layers import constrain_logits, embed_tokens, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
+from spec_jax.sampling import top_k
 
 _EPS = 1e-6  # of TreeFlash's own norm
+_CODEBOOKS = ("predecessor", "successor")  # of DFlash 2's scores of pairs
 
 
 class Step(NamedTuple):
@@ -113,6 +121,27 @@ def _markov(params, base, x, token, config, target):
     return base + constrain_logits(linear(e, step, "out")).astype(jnp.float32)
 
 
+def _pairs_table(config: DFlash2Config) -> dict[str, ParamSpec]:
+    D, V, r = config.layer.hidden_size, config.target_vocab_size, config.selector_rank
+    name = lambda which: f"candidate_selector.{which}_codebook"
+    table = {which: ParamSpec((V, r), ("vocab", "rank"), name(which)) for which in _CODEBOOKS}
+    table["successor"] = table["successor"]._replace(init="zeros")
+    linear_specs(table, "state", D, r, ("embed", "rank"), "candidate_selector.hidden_projection")
+    return table
+
+
+def _pairs(params, base, x, token, config, target):
+    """The likeliest tokens alone, each with a score of it beside the token before and the state."""
+    head, step = params["head"], params["head"]["step"]
+    value, ids = top_k(base, config.selector_top_k)
+    read = _embedded(step["predecessor"], token) * linear(normed(head, x, config), step, "state")
+    value, ids = (jnp.broadcast_to(y, (*token.shape, y.shape[-1])) for y in (value, ids))
+    successor = _embedded(step["successor"], ids)  # [...,C,r]
+    value = value + jnp.einsum("...r,...cr->...c", read, successor).astype(jnp.float32)
+    empty = jnp.full((*token.shape, base.shape[-1]), -jnp.inf)
+    return constrain_logits(jnp.put_along_axis(empty, ids, value, axis=-1, inplace=False))
+
+
 def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:
     D, F = config.layer.hidden_size, config.layer.intermediate_size
     table = {"norm": norm_spec(D, "ar_approximation.norm")}
@@ -134,6 +163,7 @@ def _swiglu(params, base, x, token, config, target):
 
 STEPS = {
     DFlashConfig: Step(lambda config: {}, lambda params, base, *_: base, is_conditional=False),
+    DFlash2Config: Step(_pairs_table, _pairs),
     DSparkConfig: Step(_markov_table, _markov),
     TreeFlashConfig: Step(_swiglu_table, _swiglu),
 }

@@ -20,7 +20,7 @@ from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 from spec_jax.tree import Tree
 
-KINDS, RULES = ("dflash", "dspark", "treeflash"), ("residual", "block")
+KINDS, RULES = ("dflash", "dspark", "treeflash", "dflash2"), ("residual", "block")
 TREE = Tree((0, 0, 1, 3))
 
 

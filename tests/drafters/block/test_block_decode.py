@@ -91,3 +91,18 @@ def test_dflash_drafts_the_likeliest_tokens_of_a_sampled_row_by_itself():
         for draft in (None, SamplerConfig(seed=3), warm)
     )
     assert alone == cold != hot
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [None, "data:2,tensor:2"])
+def test_pairs_of_candidates_decode_as_plain_decoding_does(mesh):
+    """With a token that target and draft both like, so that some drafts are right."""
+    samplers = [dataclasses.replace(sampler, logit_bias=((5, 7.0),)) for sampler in SAMPLERS]
+    config = SpeculativeConfig("dflash2", K, rejection_sampling_strategy="match")
+    head = head_of(dataclasses.replace(HEADS["dflash2"], selector_top_k=25))
+    decoder = SpeculativeDecoder(TARGET, head, config, mesh=mesh)
+    fast, slow = (
+        d.generate(PROMPTS, 40, sampler=samplers) for d in (decoder, SpeculativeDecoder(TARGET))
+    )
+    assert [row.tokens for row in fast] == [row.tokens for row in slow]
+    assert min(decoder.stats.lengths) > 0, decoder.stats.lengths

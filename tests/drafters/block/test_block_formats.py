@@ -125,6 +125,8 @@ def test_a_published_head_is_read_as_it_is_meant(tmp_path, case):
 WRITTEN = [
     ("dflash", "z-lab"),
     ("dflash", "speculators"),
+    ("dflash2", "z-lab"),
+    ("dflash2", "speculators"),
     ("dspark", "DeepSpec"),
     ("dspark", "speculators"),
     ("treeflash", "TreeFlash"),
@@ -220,13 +222,28 @@ def test_taps_that_a_file_leaves_out_are_those_of_its_project():
         head_config(hf, names, LLAMA, {}, [])
 
 
-@pytest.mark.parametrize(
-    "tensor", ["candidate_selector.hidden_projection.weight", "embed_tokens.weight"]
-)
+def test_codebooks_may_be_those_of_modules_and_usual_sizes_are_assumed(tmp_path):
+    """As z-lab stores them; what a file leaves out is noted."""
+    config = dataclasses.replace(HEADS["dflash2"], conv_kernel_size=2)
+    head = head_of(config)
+    head.save(tmp_path, TARGET, format="z-lab")
+    stored = load_file(tmp_path / "model.safetensors")
+    moved = {f"{n}.weight" if n.endswith("codebook") else n: x for n, x in stored.items()}
+    save_file(moved, tmp_path / "model.safetensors")
+    hf = json.loads((tmp_path / "config.json").read_text())
+    del hf["dflash_config"]["conv_kernel_size"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    again = load_draft(tmp_path, TARGET)
+    assert again.config == config and inspect(tmp_path).kind == "dflash2"
+    assert "conv_kernel_size; the usual 2 is assumed" in " ".join(again.notes)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+
+
+@pytest.mark.parametrize("tensor", ["prefix_gru.weight_hh_l0", "embed_tokens.weight"])
 def test_tensors_of_other_drafters_are_refused_by_name(tmp_path, tensor):
     published(tmp_path, "z-lab")
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {tensor: np.ones((31, 16), np.float32)}, tmp_path / "model.safetensors")
-    message = {"c": "are those of DFlash 2, which is not", "e": "embed_tokens.weight differs from"}
+    message = {"p": "are those of Domino, which is not", "e": "embed_tokens.weight differs from"}
     with pytest.raises((ConfigError, WeightsError), match=message[tensor[0]]):
         load_draft(tmp_path, TARGET)
