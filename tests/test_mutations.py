@@ -215,6 +215,9 @@ MUTATIONS = mutants.read("""
     block: what it wrote is committed
         model.inject: cache.commit(n) -> cache.commit(n + 1)
         test_two_rounds_draft_what_independent_arithmetic_drafts[dspark]
+    block: a convolution has no tokens before
+        model._convolutions: x_[:, :, :width] -> blocks
+        test_two_rounds_draft_what_independent_arithmetic_drafts[dflash2]
     block: a layer sees more than its window
         model._windows: x_ & is_near -> x_
         test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]

@@ -68,7 +68,7 @@ def committed(config, drafter, params, state, lengths, more):
     )
 
 
-@pytest.mark.representatives("dflash", "dspark", "treeflash")
+@pytest.mark.representatives("dflash", "dflash2", "dspark", "treeflash")
 @pytest.mark.parametrize("name", HEADS)
 def test_two_rounds_draft_what_independent_arithmetic_drafts(name):
     """After prefill, and after a commit of any number of tokens; one row a prefix."""
