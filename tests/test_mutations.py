@@ -162,7 +162,7 @@ MUTATIONS = mutants.read("""
         delta.correct: v_BTNH - x_ -> v_BTNH
         test_a_delta_net_equals_its_recurrence
     tokens of a window do not correct each other
-        delta.correct: jnp.tril(x_, -1) + y_ -> y_
+        delta.invert_unit_lower: jnp.where(is_left_below, x, 0) -> jnp.where(is_left_below, 0 * x, 0)
         test_a_delta_net_equals_its_recurrence
     a pass forgets what earlier passes of its window wrote
         delta.correct: jnp.where(is_earlier, weights, 0.0) -> 0.0 * weights
@@ -276,7 +276,7 @@ MUTATIONS = mutants.read("""
         SpeculativeDecoder.warmup: GenerateOptions(...) -> GenerateOptions(rounds_per_sync=1)
         test_after_a_warmup_nothing_is_compiled[standalone]
     * a block sees the state of its own anchor
-        Blocks._sees: token < begin -> token <= begin
+        Blocks._sees: token < anchor -> token <= anchor
         test_attention_is_that_of_one_explicit_mask[None-False]
     a sliding layer sees a token more
         Blocks._sees: jnp.abs(distance) < size -> jnp.abs(distance) <= size
@@ -297,7 +297,7 @@ MUTATIONS = mutants.read("""
         eagle.objective.states_at: Blocks(c_, anchors, s_, o_) -> Blocks(c_, anchors + 1, s_, o_)
         test_a_loss_is_the_weighted_mean_over_drafts_of_whole_passes[p-eagle]
     positions of a block begin with the window
-        Blocks.positions: self.anchors[:, :, None] + x_ -> 0 * self.anchors[:, :, None] + x_
+        Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]
 """)
 
