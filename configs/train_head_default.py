@@ -35,8 +35,9 @@ def get_config() -> ConfigDict:
             # U, for eagle3 and peagle: the most frequent tokens of the data; 0: all
             "draft_vocab_size": 0,
             "taps": (),  # of the target, see spec_jax.models.transformer.forward; (): as published
-            "norm_before_residual": False,  # for eagle3, peagle: normalise the residual's start
-            "fc_norm": False,  # for eagle3, peagle: normalise each tapped state, as EAGLE-3.1 does
+            # For eagle3 and peagle: normalise the start of the residual stream.
+            "norm_before_residual": False,
+            "fc_norm": False,  # for eagle3 and peagle: normalise each tapped state, as EAGLE-3.1
             "norm_output": False,  # for eagle3: normalise the recycled state, as EAGLE-3.1 does
             "is_warm_start": True,  # begin with the target's last layer and output head
             "init_from": "",  # a zoo name or directory of a head to continue from
