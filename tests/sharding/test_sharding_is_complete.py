@@ -29,14 +29,14 @@ from spec_jax.sharding import FULLY_SHARDED, REPLICATED, SHARDED, spec, state_ax
 WHOLE = dict(embed="the residual stream; FULLY_SHARDED splits it in training")
 WHOLE |= dict(head_dim="heads are split as a whole", latent="every head reads all of it")
 WHOLE |= dict(channels="of a convolution, whose parts are not those of the heads")
-WHOLE |= dict(reach="of a convolution: four", one="of size one", tap="of a convolution: two")
-WHOLE |= dict(side="of a convolution before and one after", kernel="of groups of channels, few")
+WHOLE |= dict(reach="of a convolution: four, or two", one="of size one")
+WHOLE |= dict(side="of a part of a layer: before and after it", taps="of groups of channels")
 WHOLE |= dict(rank="of a bias of low rank, whose ids are split")
 WHOLE |= dict(layers="a scan goes through them", slots="every token attends to all of them")
 TARGETS = [*tiny_models.FAMILIES, *tiny_models.STATE_FAMILIES, *tiny_models.SPARSE_FAMILIES]
 LAYERS = [tiny_models.DEEPSEEK, tiny_models.QWEN3_NEXT]
-HEADS = [*eagle_heads.CONFIGS.values(), *mtp_modules.CONFIGS.values()]
-HEADS += [*block_drafts.HEADS.values(), *parallel_heads.HEADS.values()]
+HEADS = [*eagle_heads.CONFIGS.values(), *mtp_modules.CONFIGS.values(), *block_drafts.HEADS.values()]
+HEADS += parallel_heads.HEADS.values()
 
 
 def tables():

@@ -66,9 +66,9 @@ def conv_table(config: BlockConfig) -> dict[str, Any]:
     D, taps = config.layer.hidden_size, config.conv_kernel_size
     for name in ("attention_conv", "mlp_conv"):
         hf = f"model.layers.{{i}}.{name}"
-        axes = ("side", "tap", "embed")
+        axes = ("side", "reach", "embed")
         table[f"{name}_base"] = ParamSpec((2, taps, D), axes, f"{hf}.base_kernel", init="ones")
-        size, axes = 2 * taps * (D // config.conv_group_size), ("embed", "kernel")
+        size, axes = 2 * taps * (D // config.conv_group_size), ("embed", "taps")
         linear_specs(table, name, D, size, axes, f"{hf}.kernel_projection", init="zeros")
     return table
 
