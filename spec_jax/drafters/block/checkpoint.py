@@ -6,6 +6,7 @@ Reading is strict: a missing, unexpected or misshapen tensor is an error that na
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from spec_jax.drafters.block import formats
-from spec_jax.drafters.block.config import BlockConfig
+from spec_jax.drafters.block.config import BlockConfig, DFlashConfig
 from spec_jax.drafters.block.formats import FORMATS, SPECULATORS
 from spec_jax.drafters.block.model import block_table
 from spec_jax.drafters.loaded import LoadedHead
@@ -47,6 +48,21 @@ def file_names(config: BlockConfig, prefix: str = "") -> dict[str, tuple[str, Pa
         is_backbone = not name.startswith(("step.", "confidence"))
         named[name] = (f"{prefix if is_backbone else ''}{file_name}", spec)
     return named
+
+
+def without_step(head: LoadedHead) -> LoadedHead:
+    """Returns a head's block alone, as DFlash: drafts that do not know each other.
+
+    Beside the head it shows what the step contributes. ``save`` writes it as any other.
+
+    Args:
+      head: a DSpark or TreeFlash head.
+    """
+    own = {field.name for field in dataclasses.fields(DFlashConfig)}
+    kept = {name: value for name, value in vars(head.config).items() if name in own}
+    is_block = lambda name: name != "step" and not name.startswith("confidence")
+    params = {name: w for name, w in head.params.items() if is_block(name)}
+    return LoadedHead(f"{head.name} without its step", DFlashConfig(**kept), params)
 
 
 def read_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -14,7 +15,9 @@ from support.tiny_models import LLAMA
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
+from spec_jax.drafters.block.checkpoint import without_step
 from spec_jax.drafters.block.model import block_drafter
+from spec_jax.loading import load_draft
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
@@ -38,9 +41,9 @@ def oracle(config):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def propose(config, tree, num_draft, model, temperature=0.0):
+def propose(config, tree, num_draft, model, temperature=0.0, head=None):
     drafter = block_drafter(config, model, tree)
-    params = {"head": head_of(config).params, "target": TARGET.params}
+    params = {"head": (head or head_of(config)).params, "target": TARGET.params}
     tokens, length = jnp.asarray(TEXT[None], jnp.int32), jnp.asarray([N])
     sampler = make_sampler(SamplerConfig(temperature=temperature), 1, V)
 
@@ -97,3 +100,18 @@ def test_a_mask_from_the_padding_of_the_embedding_is_read_and_never_drafted():
     )
     assert config.mask_token_id == V - 1 and np.isneginf(padded[..., V - 2 :]).all()
     np.testing.assert_allclose(padded[:, 0, : V - 2], whole[:, 0, : V - 2], atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_head_without_its_step_drafts_as_with_a_step_that_adds_nothing(tmp_path):
+    """Also when it was written and read, and with the slot of its pending token."""
+    config, model = HEADS["dspark"], transformer.model(LLAMA, HEADS["dspark"].taps)
+    head = head_of(config)
+    without_step(head).save(tmp_path, TARGET)
+    alone = load_draft(tmp_path, TARGET)
+    step = {name: 0 * w for name, w in head.params["step"].items()}
+    idle = dataclasses.replace(head, params={**head.params, "step": step})
+    found = propose(alone.config, None, 3, model, head=alone).logits
+    np.testing.assert_allclose(found, propose(config, None, 3, model, head=idle).logits, atol=1e-6)
+    assert alone.method == "dflash"
+    assert jnp.abs(found - propose(config, None, 3, model, head=head).logits).max() > 0.1
