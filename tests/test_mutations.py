@@ -162,7 +162,7 @@ MUTATIONS = mutants.read("""
         delta.correct: v_BTNH - x_ -> v_BTNH
         test_a_delta_net_equals_its_recurrence
     tokens of a window do not correct each other
-        delta.invert_unit_lower: jnp.where(is_left_below, x, 0) -> jnp.where(is_left_below, 0 * x, 0)
+        delta.invert_unit_lower: jnp.where(m_, x, 0) -> 0 * x
         test_a_delta_net_equals_its_recurrence
     a pass forgets what earlier passes of its window wrote
         delta.correct: jnp.where(is_earlier, weights, 0.0) -> 0.0 * weights
