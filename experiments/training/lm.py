@@ -28,6 +28,7 @@ from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.meshes import mesh_of
 from spec_jax.models import checkpoint, transformer
+from spec_jax.models.checks import is_integer
 from spec_jax.models.config import text_part
 from spec_jax.models.families import AnyConfig, family_of_type
 from spec_jax.models.files import read_json
@@ -70,6 +71,8 @@ def validate(config: ConfigDict) -> None:
         cli.require(0.0 <= share <= 1.0, config, name, "a number in [0, 1]")
     longest = max(config.length, config.long_length, config.eval_length)
     limit = stated_model(config).get("max_position_embeddings", longest)
+    if not is_integer(limit):
+        raise ConfigError(f"max_position_embeddings is {limit!r}; expected an integer")
     if longest > limit:
         raise ConfigError(f"windows of {longest} tokens exceed max_position_embeddings {limit}")
 

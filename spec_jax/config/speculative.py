@@ -64,8 +64,8 @@ class SpeculativeConfig:
       confidence_threshold: a row offers no draft after one to which the draft gave less
         probability, by its raw logits; 0: all K are offered. The drafting passes end where no
         row goes on. Heads that draft a block decide by an estimate of acceptance that is about the
-        draft itself: their own ("dspark"), or one that each row fits as it decodes. Lossless under
-        every lossless rule.
+        draft itself: their own ("dspark"), or one that each row fits as it decodes; "peagle" goes
+        by the draft's probability. Lossless under every lossless rule.
       synthetic: for benchmarks: accept at given rates, whatever the tokens.
       typical: the threshold of "typical-acceptance".
       tree: draft a tree in place of a chain. K is the number of its nodes.

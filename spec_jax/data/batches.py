@@ -70,8 +70,9 @@ class Corpus(NamedTuple):
         mask = np.ones(length, bool) if self.mask is None else np.asarray(self.mask[part], bool)
         begins = np.zeros(length, np.int32)
         if self.starts is not None:
-            document = np.searchsorted(self.starts, np.arange(part.start, part.stop), "right") - 1
-            begins = np.maximum(self.starts[document] - part.start, 0).astype(np.int32)
+            starts = np.concatenate([[0], self.starts])  # what is before the first is one too
+            document = np.searchsorted(starts, np.arange(part.start, part.stop), "right") - 1
+            begins = np.maximum(starts[document] - part.start, 0).astype(np.int32)
         return {"tokens": np.asarray(self.tokens[part], np.int32), "mask": mask, "begins": begins}
 
 

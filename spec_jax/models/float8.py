@@ -68,7 +68,8 @@ class Dequantised:
         """Returns the tensor of one of these names.
 
         Raises:
-          WeightsError: it has 8 bits and no scales, or scales of another shape.
+          WeightsError: it has 8 bits and no scales, scales of another shape, or scales and
+            more bits.
         """
         stored, scale = self._source.tensor(name), f"{name}{SCALE}"
         if name not in self._scaled:
@@ -76,6 +77,11 @@ class Dequantised:
                 message = f"tensor {scale} is missing, of {stored.dtype.name} {name}"
                 raise WeightsError(f"{self._directory}: {message}")
             return stored
+        if stored.dtype.itemsize != 1:
+            raise WeightsError(
+                f"{self._directory}: there is a tensor {scale}, but {name} is stored as "
+                f"{stored.dtype.name}; only 8-bit floats have scales"
+            )
         factors = self._source.tensor(scale)
         expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
         if len(stored.shape) != 2 or factors.shape != expected:

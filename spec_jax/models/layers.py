@@ -68,7 +68,15 @@ class Window(NamedTuple):
           begins: i32[B,T], where each token's document begins, if the sequences are of several
             documents: it is position 0, and no token sees what is before. By default those of the
             cache, if it has any.
+
+        Raises:
+          ConfigError: ``begins`` is given with a cache of committed tokens or a ``window_mask``.
         """
+        is_whole = cache is None or hasattr(cache, "begins")
+        if begins is not None and not (is_whole and window_mask is None):
+            raise ConfigError(
+                "begins= is for whole sequences; a cache and a window_mask hold one document a row"
+            )
         begins = getattr(cache, "begins", None) if begins is None else begins
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset

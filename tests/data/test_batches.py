@@ -56,6 +56,8 @@ def test_a_window_says_where_the_documents_of_its_tokens_begin():
         expected = [own.index(number) for number in own]
         np.testing.assert_array_equal(text.window(index, 10)["begins"], expected)
     assert not A.window(1, 10)["begins"].any()
+    late = Corpus("late", A.tokens[:30], starts=starts[2:])  # what is before is a document too
+    assert late.window(0, 10)["begins"].tolist() == [0] * 4 + [4] * 6
 
 
 @pytest.mark.exhaustive

@@ -176,6 +176,9 @@ def test_float8_blocks_are_multiplied_by_their_scales(published, tmp_path):
     assert found.refused is None and found.num_params == inspect(tmp_path / "plain").num_params
     assert not any("scale_inv" in note for note in found.notes)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file(tensors | {name: expected[name]}, tmp_path / "quantised" / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"but {name} is stored as float32; only 8-bit"):
+        load("quantised")
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, tmp_path / "quantised" / "model.safetensors")
     with pytest.raises(WeightsError, match=f"{name}_scale_inv is missing, of float8_e4m3fn"):

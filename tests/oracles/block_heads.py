@@ -106,7 +106,7 @@ def step(tensors, config, x, token, embed, unembed):
     if config.name == "dflash2":
         of = lambda which: tensors[f"candidate_selector.{which}"]
         read = of("predecessor_codebook")[token] * (of("hidden_projection.weight") @ h)
-        paired = np.full_like(logits, -np.inf)
+        paired = logits - 1e4
         for t in np.argsort(logits)[-config.selector_top_k :]:
             paired[t] = logits[t] + read @ of("successor_codebook")[t]
         logits = paired

@@ -112,6 +112,17 @@ def test_positions_begin_anew_with_each_document():
         np.testing.assert_array_equal(window.sin, np.asarray(alone.sin)[0, at])
 
 
+@pytest.mark.parametrize("given", ["cache", "window_mask"])
+def test_documents_cannot_be_fed_over_a_cache_or_under_a_mask(given):
+    cache = transformer.model(CONFIG).init_cache(TARGET.params, 2, 8)
+    options = {"cache": dict(cache=cache), "window_mask": dict(window_mask=jnp.ones((1, 4, 4)))}
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises(ConfigError, match="begins= is for whole sequences"):
+        transformer.forward(
+            TARGET.params, tokens, config=CONFIG, begins=tokens, **{"cache": None} | options[given]
+        )
+
+
 def test_a_recurrent_target_refuses_windows_of_several_documents():
     config = MAMBA2
     params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))

@@ -15,13 +15,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from spec_jax.drafters.block import formats
-from spec_jax.drafters.block.config import BlockConfig, DFlashConfig
+from spec_jax.drafters.block.config import BlockConfig, DFlashConfig, DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.block.formats import FORMATS, SPECULATORS
 from spec_jax.drafters.block.model import block_table
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import WeightsError
 from spec_jax.models.checkpoint import as_stored
-from spec_jax.models.checks import integers_of
+from spec_jax.models.checks import integers_of, require
 from spec_jax.models.files import check_not_quantised, naming, read_json, write_json, write_once
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import check_weights, flat_table, shapes_of
@@ -57,7 +57,14 @@ def without_step(head: LoadedHead) -> LoadedHead:
 
     Args:
       head: a DSpark or TreeFlash head.
+
+    Raises:
+      ConfigError: it is another kind of head.
     """
+    require(
+        isinstance(head.config, (DSparkConfig, TreeFlashConfig)),
+        f"{head.name} has no step of DSpark or TreeFlash that could be left out",
+    )
     own = {field.name for field in dataclasses.fields(DFlashConfig)}
     kept = {name: value for name, value in vars(head.config).items() if name in own}
     is_block = lambda name: name != "step" and not name.startswith("confidence")

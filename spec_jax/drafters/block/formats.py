@@ -26,7 +26,7 @@ from spec_jax.drafters.block.config import (
 from spec_jax.drafters.common.formats import first_that_can_express, speculators_config
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
-from spec_jax.models.config import ModelConfig
+from spec_jax.models.config import ModelConfig, with_attention
 
 Z_LAB, DEEPSPEC, TREEFLASH, SPECULATORS = "z-lab", "DeepSpec", "TreeFlash", "speculators"
 OLDER = "logit_head."  # what the names of a step's tensors begin with in older files of DSpark
@@ -371,9 +371,10 @@ def _check_is_read(hf, config: BlockConfig, format: str, target: Any) -> None:
     steps["dflash2"] = "candidate_selector."
     names = {"fc.weight", "hidden_norm.weight", steps.get(config.name, "")}
     _, read = head_config(hf, names, target, {}, [])
-    expected = dataclasses.replace(
-        config, layer=dataclasses.replace(config.layer, tie_word_embeddings=False)
-    )
+    layer = dataclasses.replace(config.layer, tie_word_embeddings=False)
+    layer = with_attention(layer, "auto")  # no file states it
+    expected = dataclasses.replace(config, layer=layer)
+    read = dataclasses.replace(read, layer=with_attention(read.layer, "auto"))
     for prefix, a, b in (("layer.", expected.layer, read.layer), ("", expected, read)):
         for field in dataclasses.fields(a):
             value, read_value = getattr(a, field.name), getattr(b, field.name)

@@ -25,6 +25,7 @@ from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 from spec_jax.sampling import top_k
 
 _EPS = 1e-6  # of TreeFlash's own norm
+_UNLIKELY = 1e4  # how much less than its logit a token scores that is no candidate of DFlash 2
 _CODEBOOKS = ("predecessor", "successor")  # of DFlash 2's scores of pairs
 
 
@@ -138,8 +139,9 @@ def _pairs(params, base, x, token, config, target):
     value, ids = (jnp.broadcast_to(y, (*token.shape, y.shape[-1])) for y in (value, ids))
     successor = _embedded(step["successor"], ids)  # [...,C,r]
     value = value + jnp.einsum("...r,...cr->...c", read, successor).astype(jnp.float32)
-    empty = jnp.full((*token.shape, base.shape[-1]), -jnp.inf)
-    return constrain_logits(jnp.put_along_axis(empty, ids, value, axis=-1, inplace=False))
+    # The others are drafted only where a processor bans all candidates.
+    others = jnp.broadcast_to(base - _UNLIKELY, (*token.shape, base.shape[-1]))
+    return constrain_logits(jnp.put_along_axis(others, ids, value, axis=-1, inplace=False))
 
 
 def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:

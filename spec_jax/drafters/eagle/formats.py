@@ -20,7 +20,7 @@ from spec_jax.drafters.common.formats import speculators_config
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig, head_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
-from spec_jax.models.config import ModelConfig
+from spec_jax.models.config import ModelConfig, with_attention
 from spec_jax.models.params import flat_table
 from spec_jax.models.specs import ParamSpec
 
@@ -227,8 +227,11 @@ def _parallel_options(hf, notes, overrides) -> dict[str, Any]:
     options = {}
     if "mask_token_id" not in overrides:
         stated = {key: _stated(hf, key) for key in _MASK_IDS}
-        ids = {value for value in stated.values() if value is not None}
         keys = ", ".join(_MASK_IDS)
+        for key, value in stated.items():
+            is_id = value is None or is_integer(value)
+            require(is_id, f"{key} is {shown(value)}; expected an integer")
+        ids = {value for value in stated.values() if value is not None}
         require(len(ids) > 0, f"config.json has none of {keys}; pass mask_token_id=...")
         require(len(ids) == 1, f"config.json states several masks: {stated}")
         options["mask_token_id"] = ids.pop()
@@ -447,7 +450,9 @@ def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) ->
     names = {name for name, _ in table.values()}
     read = head_config(hf, names, table["fc"][1].shape[0], target, {}, [])
     layer = dataclasses.replace(config.layer, tie_word_embeddings=False)  # a head ties nothing
+    layer = with_attention(layer, "auto")  # no file states it
     expected = dataclasses.replace(config, layer=layer)
+    read = dataclasses.replace(read, layer=with_attention(read.layer, "auto"))
     for prefix, a, b in (("layer.", layer, read.layer), ("", expected, read)):
         for field in dataclasses.fields(a):
             value, read_value = getattr(a, field.name), getattr(b, field.name)

@@ -34,6 +34,7 @@ from spec_jax.drafters.mtp.model import MtpConfig, mtp_table, mtp_tables
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.checks import integers_of, require
+from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.files import naming, read_json, write_json, write_once
 from spec_jax.models.float8 import Dequantised, block_of
@@ -211,8 +212,11 @@ def write_mtp(
     hf = modules_json(config, fmt, L)
     read = modules_config(hf, fmt, config.num_modules, target_config, {}, [])
     ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}
-    if dataclasses.replace(read, **ends) != dataclasses.replace(config, order=fmt.order):
-        raise ConfigError(f"the layer {config.layer} would be read as {read.layer}")
+    plain = lambda layer: with_attention(layer, "auto")  # no file states it
+    read = dataclasses.replace(read, **ends, layer=plain(read.layer))
+    expected = dataclasses.replace(config, order=fmt.order, layer=plain(config.layer))
+    if read != expected:
+        raise ConfigError(f"the layer {expected.layer} would be read as {read.layer}")
     save_tensors(directory, [tensors.items()])
     hf |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     write_once(lambda: write_json(directory / "config.json", hf))

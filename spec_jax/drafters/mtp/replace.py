@@ -17,6 +17,7 @@ from spec_jax.drafters.mtp.checkpoint import read_mtp, stored_tensors
 from spec_jax.drafters.mtp.formats import find_format
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import require
+from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.files import read_json, write_once
 from spec_jax.models.shards import INDEX, SINGLE, Shards, weight_files
@@ -32,12 +33,19 @@ def check_replaces(source: str | pathlib.Path, head: LoadedHead, target: AnyConf
       target: the model's config.
 
     Raises:
-      ConfigError: the directory's modules have another config; the fields are named.
+      ConfigError: the directory's modules have another config; the fields are named. Or its
+        weights are files of torch.
       WeightsError: it has none, or they cannot be read.
     """
+    require(
+        any((pathlib.Path(source) / name).exists() for name in (SINGLE, INDEX)),
+        f"{source} has no safetensors, in which modules could be replaced",
+    )
     stored = read_mtp(source, target).config
+    plain = lambda config: dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
+    stored, own = plain(stored), plain(head.config)
     names = [field.name for field in dataclasses.fields(stored)]
-    others = [name for name in names if getattr(stored, name) != getattr(head.config, name)]
+    others = [name for name in names if getattr(stored, name) != getattr(own, name)]
     message = f"{source} holds MTP modules with another {', '.join(others)}; save these alone"
     require(not others, message)
 
@@ -66,10 +74,6 @@ def replace_modules(
     is_same = directory.resolve() == source.resolve()
     require(not is_same, f"{directory} is the model's directory; expected another to write to")
     check_replaces(source, head, target)
-    require(
-        any((source / name).exists() for name in (SINGLE, INDEX)),
-        f"{source} has no safetensors, in which modules could be replaced",
-    )
     with contextlib.ExitStack() as stack:
         shards = Shards(source, stack)
         fmt = find_format(source, read_json(source / "config.json"), shards.names())
@@ -121,3 +125,4 @@ def _write(
         else:
             shutil.copyfile(path, part)
         os.replace(part, copy)
+        part.unlink(missing_ok=True)  # where both were links to one file, which rename leaves

@@ -82,6 +82,14 @@ def test_a_tree_deeper_than_a_block_is_refused_where_it_is_made():
         SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), config)
 
 
+def test_where_all_candidates_are_banned_others_are_drafted():
+    """Drafts come from the block's own scores then, and the texts do not end."""
+    banned = tuple((i, -float("inf")) for i in range(3, LLAMA.vocab_size))
+    decoder = SpeculativeDecoder(TARGET, head_of(HEADS["dflash2"]), SpeculativeConfig("dflash2", K))
+    row = decoder.generate(PROMPTS[0], 20, sampler=SamplerConfig(logit_bias=banned, seed=3))
+    assert (row.finish_reason, len(row.tokens)) == ("length", 20) and max(row.tokens) < 3
+
+
 @pytest.mark.exhaustive
 def test_dflash_drafts_the_likeliest_tokens_of_a_sampled_row_by_itself():
     decoder = SpeculativeDecoder(TARGET, head_of(HEADS["dflash"]), SpeculativeConfig("dflash", K))

@@ -17,6 +17,7 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.block.checkpoint import without_step
 from spec_jax.drafters.block.model import block_drafter
+from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
@@ -114,4 +115,6 @@ def test_a_head_without_its_step_drafts_as_with_a_step_that_adds_nothing(tmp_pat
     found = propose(alone.config, None, 3, model, head=alone).logits
     np.testing.assert_allclose(found, propose(config, None, 3, model, head=idle).logits, atol=1e-6)
     assert alone.method == "dflash"
+    with pytest.raises(ConfigError, match="no step of DSpark or TreeFlash"):
+        without_step(alone)
     assert jnp.abs(found - propose(config, None, 3, model, head=head).logits).max() > 0.1

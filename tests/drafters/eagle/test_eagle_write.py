@@ -17,8 +17,9 @@ from support.tiny_models import random_tensor, random_weights
 import spec_jax
 from spec_jax.drafters.eagle.checkpoint import read_head, write_head
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
+from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel, random_head
 from spec_jax.models import tensors, transformer
 from spec_jax.models.config import RopeConfig
 
@@ -102,6 +103,17 @@ def test_a_head_of_a_targets_own_kind_loads_in_one_call(tmp_path, format):
     params = params_of(config)
     write(tmp_path, config, format, params)
     assert_same(spec_jax.load_head(tmp_path, target), config, params)
+
+
+def test_how_caches_are_read_is_left_out(tmp_path):
+    """It is the caller's choice, and no format states it."""
+    config = EagleConfig.of_target(dataclasses.replace(TARGET, attention="xla"), 3)
+    assert config.layer.attention == "xla"
+    target = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
+    random_head(config, jax.random.key(0)).save(tmp_path, target)
+    assert spec_jax.load_draft(tmp_path, target).config.layer.attention == "auto"
+    modules = MtpConfig.of_target(dataclasses.replace(TARGET, attention="xla"))
+    random_head(modules, jax.random.key(0)).save(tmp_path / "mtp", target)
 
 
 def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):

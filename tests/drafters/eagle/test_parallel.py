@@ -218,6 +218,8 @@ def test_a_file_says_the_mask_and_how_many_drafts_were_trained(tmp_path):
         read(bare)
     with pytest.raises(ConfigError, match="states several masks"):
         read({**bare, "pard_token": 7, "ptd_token_id": 8})
+    with pytest.raises(ConfigError, match=r"pard_token is \[1\]; expected an integer"):
+        read({**bare, "pard_token": [1]})
     with pytest.raises(ConfigError, match="mask_token_id is 31; there are 31 embeddings"):
         read(bare, mask_token_id=V)
     file.write_text(json.dumps(stated))

@@ -68,6 +68,7 @@ def test_a_module_is_put_back_under_its_names_and_nothing_else_changes(tmp_path,
             n: x.dtype for n, x in files[file].items()
         }
         jax.tree.map(np.testing.assert_array_equal, content, files[file])
+    replace_modules(tmp_path / "same", module, source, target.config)  # again, over links
     assert {p.name for p in (tmp_path / "same").iterdir()} == {p.name for p in source.iterdir()}
     for file in ("config.json", "model.safetensors.index.json", "chat_template.jinja"):
         assert (tmp_path / "same" / file).read_bytes() == (source / file).read_bytes()
