@@ -152,7 +152,9 @@ def test_what_is_large_in_a_state_is_split_over_all_devices(name):
     found = [leaf for leaf in leaves(name) if leaf[1].size > B * SLOTS]
     assert found
     for path, x, axes in found:
-        for over in map(mesh, NAMES):
+        # Of a latent every device along "tensor" has a copy: on the mesh that it is made for.
+        is_latent = name == "recycled" and ".draft.cache.keys" in path
+        for over in map(mesh, (CASES[name].mesh,) if is_latent else NAMES):
             split = split_into(spec(axes, x.shape, over), over)
             is_by_rows = path.endswith(BY_ROWS)
             assert split == (over.shape["data"] if is_by_rows else 8), (path, x.shape, axes, over)
