@@ -131,6 +131,8 @@ def test_an_exported_block_drafter_has_the_same_logits_there(tmp_path, target, n
         expected, sure = their_step(theirs, config, h[:, first:], base[:, first:], before)
         largest = np.abs(expected[np.isfinite(expected)]).max()
         assert largest > 0.5
+        # What is no candidate of DFlash 2 cannot be drafted there, and here only beside no other.
+        logits = jnp.where(logits < -1e3, -jnp.inf, logits)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * largest)
         if sure is not None:
             np.testing.assert_allclose(confidence, sure, rtol=0, atol=1e-5)
