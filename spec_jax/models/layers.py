@@ -271,11 +271,10 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: ModelConfig) -> j
         return x_BTD + gated(layer, rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps))
 
 
-def gated(layer: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
-    """Applies the gated maps of ``mlp``, without its norm and residual."""
-    return linear(
-        jax.nn.silu(linear(x_BTD, layer, "gate")) * linear(x_BTD, layer, "up"), layer, "down"
-    )
+def gated(layer: dict[str, jax.Array], x_BTD: jax.Array, prefix: str = "") -> jax.Array:
+    """Applies the gated maps of ``mlp``, or those of a prefix, without its norm and residual."""
+    h = jax.nn.silu(linear(x_BTD, layer, f"{prefix}gate")) * linear(x_BTD, layer, f"{prefix}up")
+    return linear(h, layer, f"{prefix}down")
 
 
 def pre_norm_layer(attention: Callable[..., Any], mlp: Callable[..., Any]) -> Callable[..., Any]:

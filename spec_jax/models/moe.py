@@ -6,11 +6,12 @@ Beside the letters of ``shapes.py``, X is the number of routed experts.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spec_jax.models.layers import linear
+from spec_jax.errors import ConfigError
 from spec_jax.models.specs import ParamSpec, gated_specs
 from spec_jax.sharding import ambient
 
@@ -23,10 +24,23 @@ def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamS
     }
 
 
-def gated(layer: dict[str, jax.Array], x_BTD: jax.Array, prefix: str = "") -> jax.Array:
-    """Applies the gated feed-forward part of this prefix to normalised inputs, without residual."""
-    h = jax.nn.silu(linear(x_BTD, layer, f"{prefix}gate")) * linear(x_BTD, layer, f"{prefix}up")
-    return linear(h, layer, f"{prefix}down")
+def check_groups(config: Any) -> None:
+    """Checks the groups of experts of a config with the keys of DeepSeek-V3.
+
+    Raises:
+      ConfigError: The experts cannot be split so, or the groups kept have fewer than are chosen.
+    """
+    X, groups, kept = config.n_routed_experts, config.n_group, config.topk_group
+    if X % groups or kept > groups:
+        raise ConfigError(
+            f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
+            f"{kept} are kept"
+        )
+    if config.num_experts_per_tok > X // groups * kept:
+        raise ConfigError(
+            f"num_experts_per_tok is {config.num_experts_per_tok}; the {kept} groups kept have "
+            f"{X // groups * kept} experts"
+        )
 
 
 def mix_experts(

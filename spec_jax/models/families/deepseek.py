@@ -31,8 +31,8 @@ from spec_jax.models.checks import (
 )
 from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
 from spec_jax.models.families.registry import Family, LayerKind, register
-from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
-from spec_jax.models.moe import experts_table, gated, mix_experts, route_in_groups
+from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
+from spec_jax.models.moe import check_groups, experts_table, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec, outer_specs
 from spec_jax.sharding import constrain, repeat_heads
@@ -125,17 +125,7 @@ class DeepseekConfig:
             "topk_group",
             *(["n_shared_experts"] if self.n_shared_experts else []),
         )
-        X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
-        if X % groups or kept > groups:
-            raise ConfigError(
-                f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
-                f"{kept} are kept"
-            )
-        if self.num_experts_per_tok > X // groups * kept:
-            raise ConfigError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}; the {kept} groups kept have "
-                f"{X // groups * kept} experts"
-            )
+        check_groups(self)
 
     @property
     def is_sparse(self) -> bool:

@@ -19,6 +19,7 @@ from spec_jax.models.families.deepseek import mlp as experts
 from spec_jax.models.families.deepseek import mlp_table, one_sparse_layer
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import attention, mlp, pre_norm_layer
+from spec_jax.models.moe import check_groups
 from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
 from spec_jax.show.summary import short_repr
 
@@ -81,23 +82,10 @@ class Glm4MoeConfig(PartialRotary):
             raise ConfigError(
                 f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
             )
-        self._check_groups()
+        check_groups(self)
         self.check_rotary()
         set_("eos_token_id", eos_tuple(self.eos_token_id))
         check_stop_tokens(self.eos_token_id, self.vocab_size)
-
-    def _check_groups(self) -> None:
-        X, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
-        if X % groups or kept > groups:
-            raise ConfigError(
-                f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
-                f"{kept} are kept"
-            )
-        if self.num_experts_per_tok > X // groups * kept:
-            raise ConfigError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}; the {kept} groups kept have "
-                f"{X // groups * kept} experts"
-            )
 
     @property
     def has_qk_norm(self) -> bool:

@@ -26,8 +26,8 @@ from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spe
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
 from spec_jax.models.families.registry import Family, LayerKind, register
-from spec_jax.models.layers import Window, attend_window, linear, pre_norm_layer, rms_norm
-from spec_jax.models.moe import experts_table, gated, mix_experts, route
+from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
+from spec_jax.models.moe import experts_table, mix_experts, route
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec, outer_specs
 from spec_jax.models.ssm import MixerConfig
