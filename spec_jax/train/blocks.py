@@ -7,6 +7,7 @@ never see each other.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from spec_jax.models.attention import causal_attention, grouped, ungrouped
 from spec_jax.models.layers import Window
-from spec_jax.train.chunks import rows_at_once
+from spec_jax.train.chunks import cut_chunks, rows_at_once
 
 _SCORES = 1 << 26  # of attention in a layer for the blocks that are computed together, on a device
 
@@ -131,6 +132,19 @@ class Blocks:
 def origins(begins: jax.Array | None, anchors: jax.Array) -> jax.Array | int:
     """Returns where the documents of anchors i32[B,A] begin, of ``Batch.begins`` i32[B,W]."""
     return 0 if begins is None else jnp.take_along_axis(begins, anchors, axis=1)
+
+
+def map_anchors(at: Callable[..., jax.Array], anchors: jax.Array, size: int) -> jax.Array:
+    """Returns what ``at`` returns for anchors i32[B,A], as [K,B,A], some of them at a time.
+
+    Args:
+      at: ``i32[B,a] -> [B,a,K]``.
+      anchors: i32[B,A].
+      size: a, see ``blocks_at_once``.
+    """
+    found = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,a,K]
+    found = found.transpose(3, 1, 0, 2)
+    return found.reshape(*found.shape[:2], -1)[:, :, : anchors.shape[1]]
 
 
 def blocks_at_once(tokens: jax.Array, anchors: jax.Array, size: int, layer: Any) -> int:

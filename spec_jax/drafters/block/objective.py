@@ -22,7 +22,7 @@ from spec_jax.drafters.block.model import block_layer, context_states
 from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
 from spec_jax.models.layers import Window, embed_tokens, keys_values
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
-from spec_jax.train.blocks import Blocks, blocks_at_once, origins
+from spec_jax.train.blocks import Blocks, blocks_at_once, map_anchors, origins
 from spec_jax.train.chunks import cut_chunks, sum_chunks
 from spec_jax.train.losses import cross_entropy, total_variation
 from spec_jax.train.objective import Batch, Objective
@@ -214,8 +214,7 @@ def text_drafts(
         return jnp.argmax(scores_at(params, x, before, config, model)[1], axis=-1)
 
     size = blocks_at_once(tokens, anchors, config.block_size, config.layer)
-    drafts = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,A,K]
-    return drafts.transpose(3, 1, 0, 2).reshape(num_draft, len(tokens), -1)[:, :, :T]
+    return map_anchors(at, anchors, size)
 
 
 _LOSSES = {

@@ -24,7 +24,7 @@ from spec_jax.drafters.eagle.parallel import masked_pairs
 from spec_jax.errors import ConfigError
 from spec_jax.models.layers import constrain_logits
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots
-from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, origins
+from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, map_anchors, origins
 from spec_jax.train.chunks import chain_loss, cut_chunks, sum_chunks
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective, weighted_mean
@@ -335,8 +335,7 @@ def parallel_drafts(
         return jnp.argmax(eagle.unembed(params, states, config, model), axis=-1)
 
     size = blocks_at_once(tokens, anchors, num_draft, config.layer)
-    drafts = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,A,K]
-    return drafts.transpose(3, 1, 0, 2).reshape(num_draft, len(tokens), -1)[:, :, :T]
+    return map_anchors(at, anchors, size)
 
 
 EAGLE1 = Objective("eagle1", eagle1_loss)
