@@ -93,6 +93,22 @@ def _as_flag(value: Any) -> Any:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
+def check_nulls(cls: type, stated: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if null is stated for a field that cannot be None and has a default.
+
+    Where the default is false, zero or empty, null is read as it.
+
+    Args:
+      cls: the dataclass.
+      stated: values by the names of its fields.
+    """
+    for field in dataclasses.fields(cls):
+        kind, others = _kind_of(field)
+        has_default = field.default is not dataclasses.MISSING and bool(field.default)
+        if kind in _HOLDS and not others and has_default and stated.get(field.name, 0) is None:
+            raise ConfigError(f"{field.name} is null; expected {_EXPECTED[kind]}")
+
+
 def check_fields(config: Any) -> None:
     """Checks that the fields of a dataclass have the types that are declared.
 

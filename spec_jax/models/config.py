@@ -14,6 +14,7 @@ from spec_jax.models.checks import (
     NO_TOKEN,
     as_declared,
     check_fields,
+    check_nulls,
     check_ranges,
     check_sizes,
     check_stop_tokens,
@@ -190,6 +191,7 @@ class RopeConfig:
             )
         if raw["rope_type"] in ROPE_TYPES[1:] and raw.get("factor") is None:
             raise ConfigError(f"rope_type {shown(raw['rope_type'])} needs a factor")
+        check_nulls(cls, {name: raw[name] for name in ("truncate",) if name in raw})
         return cls(**as_declared(cls, {k: v for k, v in raw.items() if v is not None}))
 
     def to_hf(self) -> dict[str, Any]:
@@ -231,6 +233,8 @@ class RopeConfig:
 def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
     """Builds a config dataclass from the fields of the same names in a parsed config.json.
 
+    A null is None, false or zero; it never stands for a default that is something else.
+
     Args:
       cls: the dataclass. A field ``rope`` is read from either spelling of the rotary embedding.
       hf: the object of config.json.
@@ -240,6 +244,7 @@ def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
       ConfigError: a field is missing or wrong.
     """
     names = [field.name for field in dataclasses.fields(cls) if field.name not in left_out]
+    check_nulls(cls, {name: hf[name] for name in names if name in hf})
     read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
     is_needed = lambda field: field.default is field.default_factory is dataclasses.MISSING
     missing = {field.name for field in filter(is_needed, dataclasses.fields(cls))} - set(read)
@@ -308,7 +313,9 @@ class PartialRotary(EqualHeads):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = dict(hf[name])
                 part = hf[name].pop("partial_rotary_factor", part)
-        return from_fields(cls, {**hf, "partial_rotary_factor": part})
+        if part is not None:
+            hf["partial_rotary_factor"] = part
+        return from_fields(cls, hf)
 
 
 @dataclasses.dataclass(frozen=True)

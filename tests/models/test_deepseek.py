@@ -111,6 +111,12 @@ REFUSED = [
     (dict(mlp_layer_types=["sparse", "dense"]), "expected dense layers, then sparse ones"),
     (dict(num_hidden_layers=2**31, mlp_layer_types=["dense"]), r"types is \['dense'\]; expected"),
     (dict(n_group=4), "n_routed_experts 6 cannot be split into n_group 4"),
+    (dict(routed_scaling_factor=None), "routed_scaling_factor is null; expected a finite number"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported; expected 1"),
+    (
+        dict(model_type="glm4_moe_lite", rope_interleave=None),
+        "rope_interleave is null; expected true or false",
+    ),
     (dict(kv_lora_rank=0), "kv_lora_rank is 0; expected a positive integer"),
     (dict(eos_token_id=31), "eos_token_id is .*31.*expected an id from 0 to 30"),
 ]
@@ -120,6 +126,20 @@ REFUSED = [
 def test_a_config_that_is_not_read_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         DeepseekConfig.from_hf(TARGET.to_hf() | changes)
+
+
+def test_null_is_false_and_an_absent_key_is_what_the_family_assumes():
+    """The values of absent keys are compared with transformers' classes in the parity tests."""
+    hf = TARGET.to_hf()
+    flags = ("norm_topk_prob", "rope_interleave")
+    read = DeepseekConfig.from_hf(hf | dict.fromkeys(flags))
+    assert (read.norm_topk_prob, read.rope_interleave) == (False, False)
+    hf = {name: value for name, value in hf.items() if name not in flags}
+    assert DeepseekConfig.from_hf(hf) == TARGET
+    del hf["routed_scaling_factor"], hf["n_shared_experts"]
+    read = DeepseekConfig.from_hf(hf)
+    assert (read.routed_scaling_factor, read.n_shared_experts) == (2.5, 1)
+    assert DeepseekConfig.from_hf(hf | {"n_shared_experts": None}).n_shared_experts is None
 
 
 RELATIVES = {
@@ -202,6 +222,8 @@ def test_the_published_sizes_have_their_numbers_of_parameters():
     assert round(_SPARSE + 2 * _D * _D, -8) == 11.6e9
     assert config.attention_scale == 192**-0.5 * (0.1 * np.log(40) + 1) ** 2
     kimi = DeepseekConfig.from_hf(KIMI_K2)
+    assert kimi.attention_scale == 192**-0.5 * (0.1 * np.log(32) + 1) ** 2
+    assert (kimi.n_group, kimi.rope.rope_theta, kimi.rope.beta_fast) == (1, 50000, 1)
     assert kimi.num_dense_layers == 1 and round(num_params(kimi), -9) == 1026e9
     names = {s.hf_name for _, s, _ in declared(kimi)}
     assert names == {s.hf_name for _, s, _ in declared(config)}

@@ -194,8 +194,11 @@ DEEPSEEK_V3 = dict(
     eos_token_id=1,
 )
 
-# Of moonshotai/Kimi-K2-Instruct: what ai-dynamo/aiconfigurator keeps of its config.json, which are
-# all keys that shapes depend on, and not those of rotary embedding, norms and routing.
+# Of moonshotai/Kimi-K2-Instruct. Keys that shapes depend on: what ai-dynamo/aiconfigurator keeps of
+# its config.json. Rotary embedding, epsilon and scores of experts: MaxText's kimi-k2-1t.yml, which
+# was written from that file. Groups of experts, ``norm_topk_prob``, ``topk_method``, the number of
+# modules and ``attention_bias``: TensorRT-ModelOpt's default config of a draft for Kimi-K2, which
+# keeps the target's. Stop tokens are left out: two public notes differ on them.
 KIMI_K2 = dict(
     model_type="kimi_k2",
     vocab_size=163840,
@@ -216,11 +219,32 @@ KIMI_K2 = dict(
     n_shared_experts=1,
     num_experts_per_tok=8,
     routed_scaling_factor=2.827,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+    num_nextn_predict_layers=0,
+    attention_bias=False,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=50000.0,
+    rope_scaling=dict(
+        type="yarn",
+        factor=32.0,
+        beta_fast=1.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=4096,
+    ),
     max_position_embeddings=131072,
     tie_word_embeddings=False,
 )
 
-# Of zai-org/GLM-4.7-Flash: what ai-dynamo/aiconfigurator keeps of its config.json, likewise.
+# Of zai-org/GLM-4.7-Flash: what ai-dynamo/aiconfigurator keeps of its config.json, and rotary
+# embedding, epsilon, routing and stop tokens as vLLM's test of ``glm4_moe_lite`` has them. The
+# number of modules: the tests of two readers of that checkpoint.
 GLM_47_FLASH = dict(
     model_type="glm4_moe_lite",
     vocab_size=154880,
@@ -241,6 +265,18 @@ GLM_47_FLASH = dict(
     n_shared_experts=1,
     num_experts_per_tok=4,
     routed_scaling_factor=1.8,
+    topk_method="noaux_tc",
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+    num_nextn_predict_layers=1,
+    attention_bias=False,
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    rope_scaling=None,
+    partial_rotary_factor=1.0,
     max_position_embeddings=202752,
     tie_word_embeddings=False,
+    eos_token_id=[154820, 154827, 154829],
 )

@@ -39,6 +39,12 @@ from spec_jax.sharding import constrain, repeat_heads
 from spec_jax.show.summary import short_repr
 
 _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
+# What transformers' classes assume for keys that a config.json with experts leaves out.
+_OMITTED = dict(q_lora_rank=1536, n_shared_experts=1, n_group=8, topk_group=4)
+_OMITTED |= dict(routed_scaling_factor=2.5, first_k_dense_replace=3)
+_OMITTED_LITE = dict(q_lora_rank=768, n_shared_experts=1, n_group=1, topk_group=1)
+_OMITTED_LITE |= dict(routed_scaling_factor=1.8, first_k_dense_replace=1)
+_OMITTED_LITE |= dict(rms_norm_eps=1e-5, max_position_embeddings=202752)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +180,12 @@ class DeepseekConfig:
           ConfigError: an activation or a router is not supported, or a field is missing or wrong.
         """
         check_supported(hf, hidden_act="silu", moe_layer_freq=1, qk_layernorm=False)
-        check_supported(hf, scoring_func="sigmoid", topk_method="noaux_tc")
+        check_supported(hf, scoring_func="sigmoid", topk_method="noaux_tc", partial_rotary_factor=1)
+        is_lite = hf.get("model_type") == "glm4_moe_lite"
+        if hf.get("n_routed_experts") is not None:
+            hf = {**(_OMITTED_LITE if is_lite else _OMITTED), **hf}
+        flags = () if is_lite else ("norm_topk_prob", "rope_interleave")  # null is false there
+        hf = {n: False if n in flags and x is None else x for n, x in hf.items()}
         kinds = hf.get("mlp_layer_types")
         if kinds is not None:  # as GLM states it
             is_list = isinstance(kinds, list) and len(kinds) == hf.get("num_hidden_layers")
@@ -190,6 +201,7 @@ class DeepseekConfig:
         """Returns the config.json that transformers loads as the same model."""
         hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None and n != "rope"}
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        router["n_shared_experts"] = self.n_shared_experts
         return {
             **hf,
             **(router if self.is_sparse else {}),

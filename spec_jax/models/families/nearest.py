@@ -95,6 +95,8 @@ _SMALL = {  # a model of any family, to see the names of its tensors
     "mamba_d_conv": 4,
     "num_experts": 4,
     "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8,

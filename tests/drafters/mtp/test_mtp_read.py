@@ -52,6 +52,7 @@ CONFIGS = {
     | dict(num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4)
     | dict(qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=X, n_shared_experts=1)
     | dict(n_group=2, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    | dict(first_k_dense_replace=0)
     | dict(routed_scaling_factor=2.5),
     "qwen3_next": SHARED
     | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=X)
