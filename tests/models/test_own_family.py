@@ -100,5 +100,7 @@ def test_a_model_type_is_read_by_one_family():
         register(family_of(LLAMA)._replace(config=other))
     with pytest.raises(ConfigError, match="Other is the config of no registered family; known: "):
         family_of(other(31))
+    with pytest.raises(ConfigError, match="GatedConfig has mtp_formats, so its recycles_normed"):
+        register(family_of(GATED)._replace(recycles_normed=None))
     register(family_of(GATED))  # again, as a notebook's cell that is run twice does
     assert isinstance(family_of(GATED), Family)

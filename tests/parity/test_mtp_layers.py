@@ -13,7 +13,7 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
 from spec_jax.models import transformer
-from spec_jax.models.families import module_layer
+from spec_jax.models.families import family_of, module_layer
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.glm4_moe import Glm4MoeConfig
 from spec_jax.models.families.qwen3_5 import Qwen35Config
@@ -160,7 +160,8 @@ def test_recycled_steps_are_those_of_transformers_layers(name):
     kinds = {"qwen3_next": Qwen3NextConfig, "qwen3_5_text": Qwen35Config}
     kinds |= {"glm4_moe": Glm4MoeConfig}
     layer = module_layer(kinds.get(values.get("model_type"), DeepseekConfig).from_hf(values))
-    config = MtpConfig.of_target(TARGET, layer=layer, has_zero_centred_norms=is_qwen)
+    stated = {"recycles_normed": family_of(layer).recycles_normed}
+    config = MtpConfig.of_target(TARGET, layer=layer, has_zero_centred_norms=is_qwen, **stated)
     tensors = tensors_of(config)
     target = transformer.model(TARGET, config.taps)
     params = {"head": {"0": params_of(config, tensors)}, "target": random_weights(TARGET)}

@@ -49,6 +49,7 @@ register(
         layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
         outer_table=outer_specs,
         can_scan=True,
+        recycles_normed=True,
         mtp_formats=("DeepSeek",),
     )
 )

@@ -146,6 +146,7 @@ register(
         layer_tables=layer_tables,
         outer_table=outer_specs,
         module_layer=one_sparse_layer,
+        recycles_normed=True,
         mtp_formats=("DeepSeek",),
     )
 )

@@ -30,6 +30,7 @@ register(
         outer_table=outer_specs,
         can_scan=True,
         has_panels=True,
+        recycles_normed=True,
         mtp_formats=("DeepSeek", "MiMo"),
     )
 )

@@ -183,6 +183,7 @@ register(
         has_panels=True,
         prefixes={"model.language_model.": "model.", "model.visual.": None},
         module_layer=one_attention_layer,
+        recycles_normed=True,
         mtp_formats=("Qwen3-Next",),
     )
 )

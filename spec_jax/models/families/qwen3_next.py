@@ -338,6 +338,7 @@ register(
         outer_table=lambda config: centred(outer_specs(config)),
         has_panels=True,
         module_layer=one_attention_layer,
+        recycles_normed=True,
         mtp_formats=("Qwen3-Next",),
     )
 )

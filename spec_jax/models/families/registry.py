@@ -91,7 +91,7 @@ class Family(NamedTuple):
       module_layer: ``(config) -> config`` of the one layer that an MTP module of such a model has;
         None if it is any layer of the model.
       recycles_normed: the next step of such a module, or the next module, reads the state after the
-        module's output norm, not the one before it.
+        module's output norm, not the one before it. Families with ``mtp_formats`` must state it.
       mtp_formats: names of the formats (see ``drafters/mtp/formats.py``) that can hold MTP modules
         with such a layer. Empty if modules are not supported.
         The names of a layer's weights must differ from those of a module (``fc``, ``norm``,
@@ -109,7 +109,7 @@ class Family(NamedTuple):
     has_panels: bool = False
     prefixes: Mapping[str, str | None] = types.MappingProxyType({})
     module_layer: Callable[[Any], Any] | None = None
-    recycles_normed: bool = True
+    recycles_normed: bool | None = None
     mtp_formats: tuple[str, ...] = ()
 
 
@@ -125,8 +125,14 @@ def register(family: Family) -> None:
       family: its record.
 
     Raises:
-      ConfigError: another family reads one of its model types.
+      ConfigError: another family reads one of its model types, or it has MTP modules and does not
+        state which state they recycle.
     """
+    if family.mtp_formats and not isinstance(family.recycles_normed, bool):
+        raise ConfigError(
+            f"the family of {family.config.__name__} has mtp_formats, so its recycles_normed must "
+            "be True or False"
+        )
     for other in _FAMILIES.values():
         shared = sorted(set(family.model_types) & set(other.model_types))
         if shared and other.config is not family.config:

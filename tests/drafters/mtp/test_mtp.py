@@ -13,6 +13,7 @@ from support.mtp_modules import (
     HOT,
     KINDS,
     TARGET,
+    D,
     K,
     fresh_draft,
     modules_of,
@@ -24,13 +25,24 @@ from support.mtp_modules import (
     run,
     system_of,
 )
-from support.tiny_models import DEEPSEEK, QWEN3_NEXT, plain, random_tensor
+from support.numpy_layers import np_norm
+from support.tiny_models import (
+    DEEPSEEK,
+    DEEPSEEK_TARGET,
+    GLM4_MOE,
+    QWEN3_NEXT,
+    QWEN3_NEXT_TARGET,
+    QWEN35,
+    plain,
+    random_tensor,
+)
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.drafters.common import sequential
-from spec_jax.drafters.mtp.model import MtpConfig, init_mtp, mtp, mtp_table
+from spec_jax.drafters.mtp.model import MtpConfig, init_mtp, mtp, mtp_table, recycle
 from spec_jax.errors import ConfigError
+from spec_jax.models.families import registry
 from spec_jax.rules import make_rule
 from spec_jax.testing import certify_decoder, toy_model, toy_params
 
@@ -65,6 +77,28 @@ def test_drafts_are_the_published_architecture(name):
         drafts, logits = np_draft(config, params, tokens)
         assert proposal.tokens[row].tolist() == drafts
         np.testing.assert_allclose(proposal.logits[row], logits, rtol=0, atol=1e-5)
+
+
+OF_FAMILIES = (TARGET, DEEPSEEK_TARGET, GLM4_MOE, QWEN35, QWEN3_NEXT_TARGET)
+
+
+def test_modules_of_every_family_recycle_the_state_after_their_norm():
+    """With weights of norms other than one: the next step normalises what it reads again, so with
+    ones it could not tell the two states apart.
+    """
+    have_modules = {kind for kind, family in registry._FAMILIES.items() if family.mtp_formats}
+    ours = {kind for kind in have_modules if kind.__module__.startswith("spec_jax.")}
+    assert ours == {type(target) for target in OF_FAMILIES}
+    x = random_tensor("state", (3, D), 0).astype(np.float64)
+    for target in OF_FAMILIES:
+        config = MtpConfig.of_target(target)
+        module = modules_of(config)["0"]
+        found = recycle({"head": {"0": module}}, jnp.asarray(x, jnp.float32), config=config)
+        one = float(config.has_zero_centred_norms)
+        read = lambda state, module=module, one=one: np_norm(state, module["hidden_norm"] + one)
+        expected = read(np_norm(x, module["norm"] + one))
+        np.testing.assert_allclose(read(np.asarray(found, np.float64)), expected, atol=1e-5)
+        assert np.abs(read(x) - expected).max() > 0.02
 
 
 def after_ten_rounds(system, params):
