@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,46 +81,105 @@ def read_mtp(
       ConfigError: an override that does not exist; layers that are not supported; modules for
         another target; a mesh that does not divide their heads.
     """
-    directory, notes = pathlib.Path(directory), []
-    hf = read_json(directory / "config.json")
+    directory = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
-        shards = Unfused(open_files(directory, stack))
-        names = shards.names()
-        with naming(directory / "config.json"):
-            fmt = find_format(directory, hf, names)
-            numbers = {fmt.number(name) for name in names} - {None}
-            config = modules_config(hf, fmt, len(numbers), target_config, overrides, notes)
-            block = block_of(hf)
-        if config.num_modules > len(names):  # before a list of their names is made
-            message = f"num_modules is {config.num_modules}; {len(numbers)} modules are stored"
-            raise WeightsError(f"{directory}: {message}, in {len(names)} tensors")
-        source = Dequantised(directory, _Modules(shards, fmt, config.num_modules), block)
-        tensors = StrictReader(directory, source)
-        tensors.sizes = integers_of(config.layer)
-        for end in ("embed", "head"):
+        modules = open_modules(directory, target_config, stack, overrides)
+        config, tensors, notes = modules.config, modules.tensors, modules.notes
+        for end, stored in modules.ends.items():
             field = f"has_own_{end}"
             spec = mtp_table(dataclasses.replace(config, **{field: True}))[end]
             shape, axes = (x[::-1] if spec.is_linear else x for x in (spec.shape, spec.axes))
             sharding = None if mesh is None else named(axes, shape, mesh, axis_rules)
-            stored = [fmt.tensor(end, spec, i) for i in range(config.num_modules)]
-            stored = [name for name in stored if name in tensors.left]
             is_own, why = overrides.get(field), "as the caller says"
             if is_own is None:
-                is_own, why = _compare_end(end, stored, tensors, shards, sharding)
+                is_own, why = _compare_end(end, stored, tensors, modules.shards, sharding)
             notes.append(f"{field} = {is_own!r}: {why}.")
             config = dataclasses.replace(config, **{field: is_own})
             for tensor in () if is_own else [tensors.take(name, shape) for name in stored]:
                 if field in overrides:
                     read_parts(tensor, sharding)  # damaged files are refused all the same
-        read = lambda i: _module(tensors, fmt, config, i, dtype)
-        weights = {str(i): read(i) for i in range(config.num_modules)}
-        tensors.finish()
+        weights = modules.weights(config, dtype)
         shardings = []
         if mesh is not None:
             table = dict.fromkeys(weights, mtp_table(config))
             shardings = [table_placement(str(directory), config.layer, table, mesh, axis_rules)]
         params = jax.tree.map(read_onto, weights, *shardings)
-    return LoadedHead(str(directory), config, params, tuple(notes), fmt.name)
+    return LoadedHead(str(directory), config, params, tuple(notes), modules.format.name)
+
+
+class OpenModules(NamedTuple):
+    """The files of MTP modules, of which config.json and headers were read.
+
+    Attributes:
+      format: how the tensors are named.
+      config: the modules', with an embedding and an output head of their own only if told so.
+      ends: the names of the modules' embeddings and output heads that are stored, by "embed" and
+        "head".
+      shards: all tensors of the directory.
+      tensors: those of the modules.
+      notes: a sentence for each choice that the checkpoint leaves open.
+    """
+
+    format: MtpFormat
+    config: MtpConfig
+    ends: dict[str, list[str]]
+    shards: Any
+    tensors: StrictReader
+    notes: list[str]
+
+    def weights(self, config: MtpConfig, dtype: DTypeLike) -> dict[str, dict[str, Tensor]]:
+        """Returns the weights of all modules, of which nothing is read yet.
+
+        Args:
+          config: the modules', with the ends that they are to have.
+          dtype: of the weights whose declaration states no other.
+
+        Raises:
+          WeightsError: a tensor is missing, unexpected, quantised, or of another shape than
+            config.json says.
+        """
+        read = lambda i: _module(self.tensors, self.format, config, i, dtype)
+        weights = {str(i): read(i) for i in range(config.num_modules)}
+        self.tensors.finish()
+        return weights
+
+
+def open_modules(
+    directory: pathlib.Path,
+    target_config: AnyConfig,
+    stack: contextlib.ExitStack,
+    overrides: Mapping[str, Any] | None = None,
+) -> OpenModules:
+    """Opens the MTP modules of a model's directory; of the tensors only headers are read.
+
+    Args:
+      directory: see ``read_mtp``.
+      target_config: the config of the model that they draft for.
+      stack: closes the files.
+      overrides: see ``read_mtp``.
+
+    Raises:
+      WeightsError: a file cannot be read, or there are no modules.
+      ConfigError: see ``read_mtp``.
+    """
+    hf, notes, overrides = read_json(directory / "config.json"), [], overrides or {}
+    shards = Unfused(open_files(directory, stack))
+    names = shards.names()
+    with naming(directory / "config.json"):
+        fmt = find_format(directory, hf, names)
+        numbers = {fmt.number(name) for name in names} - {None}
+        config = modules_config(hf, fmt, len(numbers), target_config, overrides, notes)
+        block = block_of(hf)
+    if config.num_modules > len(names):  # before a list of their names is made
+        message = f"num_modules is {config.num_modules}; {len(numbers)} modules are stored"
+        raise WeightsError(f"{directory}: {message}, in {len(names)} tensors")
+    source = Dequantised(directory, _Modules(shards, fmt, config.num_modules), block)
+    tensors = StrictReader(directory, source)
+    tensors.sizes = integers_of(config.layer)
+    both = mtp_table(dataclasses.replace(config, has_own_embed=True, has_own_head=True))
+    names_of = lambda end: [fmt.tensor(end, both[end], i) for i in range(config.num_modules)]
+    ends = {end: [n for n in names_of(end) if n in tensors.left] for end in ("embed", "head")}
+    return OpenModules(fmt, config, ends, shards, tensors, notes)
 
 
 def _module(
@@ -138,11 +198,16 @@ def _module(
     return {name: leaf(name, spec) for name, spec in mtp_table(config).items()}
 
 
+def targets_end(end: str, names: AbstractSet[str]) -> str:
+    """Returns the name of the target's tensor that an "embed" or "head" of modules may copy."""
+    return _TARGET_HEAD if end == "head" and _TARGET_HEAD in names else _TARGET_EMBED
+
+
 def _compare_end(
     end: str, stored: list[str], tensors: StrictReader, shards: Shards, sharding: Sharding | None
 ) -> tuple[bool, str]:
     """Whether modules have an embedding or output head of their own, and why."""
-    original = _TARGET_HEAD if end == "head" and _TARGET_HEAD in shards.names() else _TARGET_EMBED
+    original = targets_end(end, shards.names())
     if not stored:
         return False, "the modules have none and share the target's"
     if original not in shards.names():

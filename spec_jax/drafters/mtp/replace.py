@@ -13,13 +13,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from spec_jax.drafters.loaded import LoadedHead
-from spec_jax.drafters.mtp.checkpoint import read_mtp, stored_tensors
-from spec_jax.drafters.mtp.formats import find_format
-from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.drafters.mtp.checkpoint import OpenModules, open_modules, stored_tensors, targets_end
 from spec_jax.models.checks import require
 from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig
-from spec_jax.models.files import read_json, write_once
+from spec_jax.models.files import write_once
 from spec_jax.models.shards import INDEX, SINGLE, Shards, weight_files
 from spec_jax.models.tensors import unfused
 
@@ -27,27 +25,20 @@ from spec_jax.models.tensors import unfused
 def check_replaces(source: str | pathlib.Path, head: LoadedHead, target: AnyConfig) -> None:
     """Raises an error if ``replace_modules`` could not put the modules into a directory.
 
+    It reads config.json and the headers of the weights alone.
+
     Args:
       source: the model's directory.
       head: the modules.
       target: the model's config.
 
     Raises:
-      ConfigError: the directory's modules have another config; the fields are named. Or its
-        weights are files of torch.
-      WeightsError: it has none, or they cannot be read.
+      ConfigError: the directory's modules have another config; the fields are named. Or they are
+        stored as 8-bit numbers, or in files of torch.
+      WeightsError: it has none, or their headers are not those of the config.
     """
-    require(
-        any((pathlib.Path(source) / name).exists() for name in (SINGLE, INDEX)),
-        f"{source} has no safetensors, in which modules could be replaced",
-    )
-    stored = read_mtp(source, target).config
-    plain = lambda config: dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
-    stored, own = plain(stored), plain(head.config)
-    names = [field.name for field in dataclasses.fields(stored)]
-    others = [name for name in names if getattr(stored, name) != getattr(own, name)]
-    message = f"{source} holds MTP modules with another {', '.join(others)}; save these alone"
-    require(not others, message)
+    with contextlib.ExitStack() as stack:
+        _open(pathlib.Path(source), head, target, stack)
 
 
 def replace_modules(
@@ -56,8 +47,10 @@ def replace_modules(
     """Writes a copy of a model's directory in which the MTP modules are these.
 
     config.json, the index and the names, shapes and dtypes of all tensors stay as they are, so
-    whatever loads the model and its modules loads the copy. Files of weights without a tensor of
-    the modules are hard links where the file system allows.
+    whatever loads the model and its modules loads the copy. Where the modules share the model's
+    embedding or output head and the directory has one of the modules', that becomes a copy of the
+    model's. Files of weights without a tensor of the modules are hard links where the file system
+    allows.
 
     Args:
       directory: created if absent; its files are overwritten.
@@ -66,35 +59,80 @@ def replace_modules(
       target: the model's config.
 
     Raises:
-      ConfigError: the modules in the directory have another config, or are stored as 8-bit numbers
-        or in files of torch; or the directories are one.
+      ConfigError: see ``check_replaces``; or the directories are one.
       WeightsError: files cannot be read, or hold no modules.
     """
     directory, source = pathlib.Path(directory), pathlib.Path(source)
     is_same = directory.resolve() == source.resolve()
     require(not is_same, f"{directory} is the model's directory; expected another to write to")
-    check_replaces(source, head, target)
     with contextlib.ExitStack() as stack:
         shards = Shards(source, stack)
-        fmt = find_format(source, read_json(source / "config.json"), shards.names())
-        new = dict(stored_tensors(head.config, head.params, fmt, jnp.float32))
-        changed = _changed(source, shards, new)
+        modules = _open(source, head, target, stack)
+        new = dict(stored_tensors(head.config, head.params, modules.format, jnp.float32))
+        for end in _shared_ends(modules, head):
+            original = shards.tensor(targets_end(end, shards.names())).read_whole()
+            new |= dict.fromkeys(modules.ends[end], original)
+        changed = _changed(shards, new)
         write_once(lambda: _write(directory, source, shards, changed))
 
 
-def _changed(source: pathlib.Path, shards: Shards, new: dict) -> dict[str, np.ndarray]:
+def _open(
+    source: pathlib.Path, head: LoadedHead, target: AnyConfig, stack: contextlib.ExitStack
+) -> OpenModules:
+    """The modules of a directory, if these can take their place."""
+    require(
+        any((source / name).exists() for name in (SINGLE, INDEX)),
+        f"{source} has no safetensors, in which modules could be replaced",
+    )
+    modules = open_modules(source, target, stack)
+    plain = lambda config: dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
+    ends = {f"has_own_{end}": _may_own(modules, end) for end in modules.ends}
+    stored, custom = plain(modules.config), plain(head.config)
+    names = [field.name for field in dataclasses.fields(stored)]
+    others = [
+        name
+        for name in names
+        if getattr(custom, name) not in ends.get(name, (getattr(stored, name),))
+    ]
+    message = f"{source} holds MTP modules with another {', '.join(others)}; save these alone"
+    require(not others, message)
+    for name in modules.tensors.left:
+        dtype = modules.shards.tensor(name).dtype
+        message = f"{source}: {name} is stored as {dtype.name}; save the modules alone"
+        require(dtype.itemsize > 1, message)
+    for end in _shared_ends(modules, head):
+        modules.tensors.left.difference_update(modules.ends[end])
+    modules.weights(head.config, jnp.float32)
+    return modules
+
+
+def _may_own(modules: OpenModules, end: str) -> tuple[bool, ...]:
+    """Whether modules in these files may have an end of their own, and whether they may not."""
+    names, stored = modules.shards.names(), modules.ends[end]
+    original = targets_end(end, names)
+    if not stored:
+        return (False,)
+    of = lambda name: (modules.shards.tensor(name).shape, modules.shards.tensor(name).dtype)
+    is_copy = original in names and all(of(name) == of(original) for name in stored)
+    return (True, False) if is_copy else (True,)
+
+
+def _shared_ends(modules: OpenModules, head: LoadedHead) -> list[str]:
+    """The ends that these modules share with the target, and that the files have nevertheless."""
+    return [
+        end
+        for end, stored in modules.ends.items()
+        if stored and not getattr(head.config, f"has_own_{end}")
+    ]
+
+
+def _changed(shards: Shards, new: dict) -> dict[str, np.ndarray]:
     """The tensors that change, as they are stored: experts in one where they are."""
     inside = unfused({name: shards.tensor(name).shape for name in shards.names()})
     changed: dict[str, np.ndarray] = {}
     for name, array in new.items():
         stored, expert, rows = inside.get(name, (name, None, None))
-        if stored not in shards.names():
-            raise WeightsError(f"{source}: tensor {name} is missing")
         tensor = shards.tensor(stored)
-        if tensor.dtype.itemsize == 1:
-            raise ConfigError(
-                f"{source}: {stored} is stored as {tensor.dtype.name}; save the modules alone"
-            )
         if stored not in changed:
             changed[stored] = np.empty(tensor.shape, tensor.dtype)
         place = ... if expert is None else (expert, slice(rows.start, rows.stop))

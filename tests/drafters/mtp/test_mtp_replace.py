@@ -14,8 +14,9 @@ from support.mtp_modules import fused, write_with_modules
 from support.tiny_models import DEEPSEEK_TARGET, GLM4_MOE, QWEN3_NEXT_TARGET, QWEN35, QWEN35_MOE
 
 import spec_jax
-from spec_jax.drafters.mtp.replace import replace_modules
-from spec_jax.errors import ConfigError
+from spec_jax.drafters.mtp.replace import check_replaces, replace_modules
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.shards import Shards
 
 TARGETS = {
     "qwen3.5": QWEN35,
@@ -113,3 +114,44 @@ def test_what_cannot_be_put_back_is_refused_before_a_file_is_written(tmp_path):
         source / "model-2.safetensors",
     )
     refused(f"{name} is stored as float8_e4m3fn")
+
+
+def test_the_check_reads_headers_alone_and_refuses_what_they_show(tmp_path, monkeypatch):
+    """So that modules which could not be put back are refused before they are trained."""
+    write(tmp_path, "glm-4.5")
+    target = spec_jax.load_model(tmp_path)
+    module = spec_jax.load_draft(tmp_path, target, "float32")
+    monkeypatch.setattr(Shards, "_fill", lambda *args: pytest.fail("it read a tensor"))
+    check = lambda: check_replaces(tmp_path, dataclasses.replace(module, params={}), target.config)
+    check()
+    file, name = tmp_path / "model-2.safetensors", "model.layers.2.mlp.experts.1.up_proj.weight"
+    tensors = load_file(file)
+    eight = {name: np.ones(tensors[name].shape, np.int8)}
+    for changed, error, message in (
+        (eight, ConfigError, f"{name} is stored as int8; save the modules alone"),
+        ({name: tensors[name][:1]}, WeightsError, rf"{name} has shape \[1, 16\]"),
+        ({"model.layers.2.more.weight": tensors[name]}, WeightsError, "unexpected .*2.more.weight"),
+    ):
+        save_file(tensors | changed, file)
+        with pytest.raises(error, match=message):
+            check()
+
+
+def test_ends_that_the_modules_share_become_copies_of_the_models(tmp_path):
+    """Without comparing them: those in the files differ, and would be read as the modules' own."""
+    source = tmp_path / "source"
+    source.mkdir()
+    own = dict(has_own_embed=True, has_own_head=True)
+    write_with_modules(source, GLM4_MOE, **own)
+    target = spec_jax.load_model(source)
+    module = spec_jax.load_draft(source, target, "float32")
+    assert module.config.has_own_embed and module.config.has_own_head
+    config = dataclasses.replace(module.config, has_own_embed=False, has_own_head=False)
+    weights = {name: w for name, w in module.params["0"].items() if name not in ("embed", "head")}
+    shared = dataclasses.replace(module, config=config, params={"0": weights})
+    replace_modules(tmp_path / "new", shared, source, target.config)
+    read = spec_jax.load_mtp(tmp_path / "new", target, "float32")
+    assert read.config == config
+    jax.tree.map(np.testing.assert_array_equal, read.params, shared.params)
+    stored = load_file(tmp_path / "new" / "model.safetensors")
+    assert stored.keys() == load_file(source / "model.safetensors").keys()
