@@ -157,7 +157,7 @@ class EagleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PEagleConfig(EagleConfig):
-    """The shape of a P-EAGLE head: EAGLE-3's layer, usual ones behind it, and a pair for masks.
+    """The shape of a P-EAGLE head: EAGLE-3's layer, usual ones after it, and a pair for masks.
 
     Attributes:
       mask_token_id: the id whose embedding stands for a token that is not known.
@@ -210,7 +210,7 @@ class PEagleConfig(EagleConfig):
 def head_table(config: EagleConfig) -> dict[str, Any]:
     """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U].
 
-    The first layer's are apart from those of the layers behind it. In a checkpoint, of the former
+    The first layer's are apart from those of the layers after it. In a checkpoint, of the former
     "model.layers.{i}." is the prefix of its format, see ``EagleFormat``.
     """
     D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
@@ -241,8 +241,8 @@ def head_table(config: EagleConfig) -> dict[str, Any]:
     if config.is_parallel:
         axes = ("one", "one", "features")
         table["mask_hidden"] = ParamSpec((1, 1, size_in), axes, "mask_hidden")
-        if behind := range(1, config.layer.num_hidden_layers):
-            table["layers"] = {str(i): layer_table(config.layer) for i in behind}
+        if later := range(1, config.layer.num_hidden_layers):
+            table["layers"] = {str(i): layer_table(config.layer) for i in later}
     return table | layer
 
 

@@ -2,7 +2,7 @@
 
 EAGLE-1 learns the target's next feature, and the distribution that the target's output head reads
 from it. EAGLE-3 is trained by training-time test: K drafts from every pair are compared with the
-target's distribution. P-EAGLE has masked pairs in the place of its later drafts, behind some of the
+target's distribution. P-EAGLE has masked pairs in the place of its later drafts, after some of the
 pairs.
 """
 
@@ -205,7 +205,7 @@ def states_at(
       x: of ``true_pairs``.
       context: likewise.
       anchors: i32[B,A], the tokens that stand for pending ones. The pair of the token before each
-        scores its first draft, and masked pairs behind that pair the others.
+        scores its first draft, and masked pairs after that pair the others.
       num_draft: K.
       config: the head's shape.
       begins: of ``true_pairs``.
@@ -244,7 +244,7 @@ def peagle_loss(
     """Computes the weighted mean over K drafts of the divergence from the target's distribution.
 
     The first draft is compared after every pair. The others are after some pairs, drawn anew in
-    every step; draft k + 1 weighs ``max(decay ** k, floor)``, the share of the pairs behind which
+    every step; draft k + 1 weighs ``max(decay ** k, floor)``, the share of the pairs after which
     the authors' sampling keeps it. A draft counts if its token and all before it after the anchor
     are to be predicted. Tokens that cannot be drafted count as in ``eagle3_loss``.
 
@@ -256,11 +256,11 @@ def peagle_loss(
       target: The target's weights; they are not trained.
       config: The head's shape, which says K as ``max_draft``.
       model: The target's functions.
-      num_anchors: A, the pairs of a window that masked ones are behind.
+      num_anchors: A, the pairs of a window that masked ones follow.
       decay: See above.
       floor: Likewise.
       divergence: A key of ``losses.DIVERGENCES``.
-      has_every_anchor: Masked pairs are behind every K-th pair, for evaluation.
+      has_every_anchor: Masked pairs follow every K-th pair, for evaluation.
       is_remat: See ``states_at``.
 
     Returns:

@@ -1,9 +1,9 @@
 """P-EAGLE: an EAGLE-3 head that drafts K tokens in one pass.
 
-Behind the pair of the pending token it is fed K - 1 masked pairs, of a state that it has learned
+After the pair of the pending token it is fed K - 1 masked pairs, of a state that it has learned
 and the mask's embedding. The output of the last true pair scores the first draft and that of each
 masked pair one of the next, so no draft depends on another. What the masked pairs write to the
-cache lies behind its committed pairs; the true pairs of the next round take its place.
+cache lies after its committed pairs; the true pairs of the next round take its place.
 
 Source: P-EAGLE, arXiv 2602.01469, section 3.
 """
