@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
     config.attention = "auto"  # of the target; "xla": without a TPU's kernel for whole sequences
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too
-    config.objective = "eagle3"  # eagle1, eagle3, peagle, mtp, dflash, dspark, treeflash
+    config.objective = "eagle3"  # eagle1, eagle3, peagle, mtp, dflash, dflash2, dspark, treeflash
     config.head = ConfigDict(
         {
             # U, for eagle3 and peagle: the most frequent tokens of the data; 0: all
@@ -43,10 +43,15 @@ def get_config() -> ConfigDict:
             "init_from": "",  # a zoo name or directory of a head to continue from
             "num_modules": 1,  # for mtp
             "protocol": "recycled",  # for mtp: one module for all; "sequential": one for each
-            "num_layers": 0,  # of dflash, dspark and treeflash, 0: two; of peagle, 0: four
+            "num_layers": 0,  # of block drafters, 0: two; of peagle, 0: four
             "max_draft": 0,  # for peagle: the drafts that it is trained for; 0: eight
             "block_size": 0,  # tokens of their blocks; 0: eight
             "markov_rank": 0,  # for dspark: of the bias by the token before; 0: 256
+            # For dflash2, 0: 256, 16, 2 and 16
+            "selector_rank": 0,  # of the scores of pairs
+            "selector_top_k": 0,  # candidates
+            "conv_kernel_size": 0,
+            "conv_group_size": 0,
         }
     )
     config.loss = ConfigDict(
@@ -60,7 +65,7 @@ def get_config() -> ConfigDict:
             "feature_weight": 1.0,  # for eagle1
             "token_weight": 0.1,  # for eagle1
             "num_anchors": 32,  # blocks or masked pairs of a window, drawn anew in every step
-            # For dflash, dspark and treeflash:
+            # For dflash, dflash2, dspark and treeflash:
             "slot_weights": "decay",  # or "dpace": by how often the chain gets that far
             "text_weight": placeholder(float),  # of the text's tokens; by default the objective's
             "base_weight": placeholder(float),  # of the same, not knowing the token before

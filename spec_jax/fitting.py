@@ -79,8 +79,8 @@ def new_head(
 
     Args:
       target: the model that it will draft for.
-      objective: what it will be trained by: "eagle1", "eagle3", "mtp", "dflash", "dspark",
-        "treeflash", or one of your own.
+      objective: what it will be trained by: "eagle1", "eagle3", "peagle", "mtp", "dflash",
+        "dflash2", "dspark", "treeflash", or one of your own.
       text: what it will be trained on; only needed for a ``draft_vocab_size``, which keeps its
         most frequent tokens.
       is_warm_start: begin with the target's last layer, final norm and output head where their

@@ -296,6 +296,12 @@ MUTATIONS = mutants.read("""
     masked pairs see a pair too many
         eagle.objective.states_at: Blocks(c_, anchors, s_, o_) -> Blocks(c_, anchors + 1, s_, o_)
         test_a_loss_is_the_weighted_mean_over_drafts_of_whole_passes[p-eagle]
+    a label that is no candidate is none while training
+        candidate_loss: jnp.where(is_candidate, x_, labels) -> x_
+        test_a_label_that_is_no_candidate_takes_the_place_of_the_least_likely_one
+    a convolution begins as a mean of a token and those before
+        model.conv_table: ParamSpec(..., init="first tap") -> ParamSpec(s_, a_, n_, init="ones")
+        test_a_new_head_of_dflash_2_drafts_as_its_layers_do_alone
     positions of a block begin with the window
         Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]

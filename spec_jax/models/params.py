@@ -255,6 +255,8 @@ def init_table(
         own = spec.dtype or dtype
         if spec.init in ("ones", "zeros"):
             return jnp.full(spec.shape, one if spec.init == "ones" else 0.0, own)
+        if spec.init == "first tap":
+            return jnp.zeros(spec.shape, own).at[..., 0, :].set(1)
         return (_STD * jax.random.normal(this, spec.shape)).astype(own)
 
     return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}

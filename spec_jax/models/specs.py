@@ -22,7 +22,8 @@ class ParamSpec(NamedTuple):
       is_linear: it is a linear map, stored ``[in, out]`` here and ``[out, in]`` in checkpoints.
       init: how random weights are drawn. "normal" (standard deviation 0.02), "residual" (normal,
         scaled down by the depth), "ones" or "zeros"; in state-space layers also "decay" (the
-        logarithms of 1, 2, ...), "time step" and "conv".
+        logarithms of 1, 2, ...), "time step" and "conv"; in heads also "first tap" (of taps by
+        channels, ones in the first tap and zeros in the others).
       is_map: it is a linear map that is stored ``[out, in]`` here as well.
       dtype: of the weight, whatever that of the others; None: the same.
     """

@@ -13,7 +13,12 @@ from support.tiny_models import LLAMA, MAMBA2, random_weights
 from spec_jax import SpeculativeDecoder, zoo
 from spec_jax.config import METHODS, SpeculativeConfig
 from spec_jax.drafters import registry
-from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
@@ -137,6 +142,7 @@ HEAD_CONFIGS = {
     "eagle-3": EagleConfig.of_target(LLAMA, 3),
     "mtp": MtpConfig.of_target(LLAMA, num_modules=2, protocol="sequential"),
     "dflash": DFlashConfig.of_target(LLAMA),
+    "dflash2": DFlash2Config.of_target(LLAMA, selector_rank=4),
     "dspark": DSparkConfig.of_target(LLAMA, markov_rank=4, markov_head_type="gated"),
     "treeflash": TreeFlashConfig.of_target(LLAMA),
 }

@@ -15,6 +15,7 @@ from configs import (
     train_published_eagle3,
     train_published_mtp,
     train_zoo_dflash,
+    train_zoo_dflash2,
     train_zoo_dspark,
     train_zoo_eagle1,
     train_zoo_eagle3,
@@ -37,6 +38,7 @@ CONFIGS = (
     train_zoo_eagle3,
     train_zoo_mtp,
     train_zoo_dflash,
+    train_zoo_dflash2,
     train_zoo_dspark,
     train_zoo_treeflash,
     train_zoo_peagle,
@@ -169,6 +171,7 @@ def test_every_objective_trains_and_exports(files, tmp_path, version):
 
 ANCHORED = {
     "dspark": dict(draft_vocab_size=0, block_size=4, markov_rank=8),
+    "dflash2": dict(draft_vocab_size=0, block_size=4, selector_rank=8, selector_top_k=8),
     "peagle": dict(draft_vocab_size=200, num_layers=2, max_draft=4),
 }
 
@@ -188,8 +191,9 @@ def test_a_stopped_run_of_a_block_drafter_goes_on_to_the_same_head(files, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
     assert heads[0].method == objective
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    if objective == "peagle":
-        assert all("loss_by_step_4" in line for line in lines if "loss" in line)
+    if objective != "dspark":
+        last = {"peagle": "loss_by_step_4", "dflash2": "recall_3"}[objective]
+        assert all(last in line for line in lines if "loss" in line)
         return
     figures = {"accuracy_4", "confidence_bias_1", "tau_sampled"}
     assert [figures <= set(line) for line in lines if "loss" in line] == [True] * 4

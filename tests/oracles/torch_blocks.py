@@ -1,12 +1,12 @@
-"""Training of DFlash, DSpark and TreeFlash heads in plain torch, an oracle of losses and of steps.
+"""Training of DFlash, DFlash 2, DSpark and TreeFlash heads in plain torch: of losses and of steps.
 
 Every window is one sequence of keys, the target's states and then all blocks, under one dense mask;
 the loss is a loop over anchors and slots. Weights go by our names and are stored ``[in, out]``.
 
 Axis letters as in ``torch_training``, and S tokens of a block.
 
-Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; TreeFlash, arXiv 2606.03819; D-PACE as
-in SpecForge.
+Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; TreeFlash, arXiv 2606.03819; DFlash 2
+and D-PACE as in SpecForge.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from oracles.torch_training import Target, hard_cross_entropy, linear, mlp, rms_norm, rope, train
+from oracles.torch_training import Target, hard_cross_entropy, linear, rms_norm, rope, train
 
 
 def dense_mask(anchors, num_tokens, size, window, is_causal):
@@ -55,15 +55,49 @@ def block_states(m, features, tokens, anchors, config, embed):
                 else rope(rms_norm(y, p[f"{name}_norm"], layer), position, layer)
             )
 
-        a = rms_norm(x, p["attention_norm"], layer)
+        y = rms_norm(x, p["attention_norm"], layer)
+        a = convolve(p, "attention_conv", y, y, 0, config)
         k = torch.cat([heads(c, "k", G, torch.arange(W)), heads(a, "k", G, at)], 1)
         v = torch.cat([heads(c, "v", G), heads(a, "v", G)], 1)
         k, v = (y.repeat_interleave(N // G, 0) for y in (k, v))
         scores = heads(a, "q", N, at) @ k.transpose(1, 2) / H**0.5
         mask = dense_mask(anchors, W, S, config.windows[i], config.is_causal[i])
         out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-        x = mlp(p, x + linear(p, out.transpose(0, 1).reshape(A * S, N * H), "o"), layer)
+        out = linear(p, out.transpose(0, 1).reshape(A * S, N * H), "o")
+        x = x + convolve(p, "attention_conv", y, out, 1, config)
+        y = rms_norm(x, p["mlp_norm"], layer)
+        h = convolve(p, "mlp_conv", y, y, 0, config)
+        out = linear(p, F.silu(linear(p, h, "gate")) * linear(p, h, "up"), "down")
+        x = x + convolve(p, "mlp_conv", y, out, 1, config)
     return x.view(A, S, -1)
+
+
+def convolve(p, name, y, z, side, config):
+    """DFlash 2: the rows z [A*S,D] of blocks, each by a matrix over its block that y adds to."""
+    if f"{name}_base" not in p:
+        return z
+    S, D = config.block_size, z.shape[1]
+    taps, group = config.conv_kernel_size, config.conv_group_size
+    added = linear(p, y, name).view(-1, S, 2, taps, D // group)[:, :, side]
+    kernel = p[f"{name}_base"][side] + added.repeat_interleave(group, -1)  # [A,S,taps,D]
+    rows = []
+    for i in range(S):  # the row as a sum over those of its block
+        reach = range(min(taps, i + 1))
+        rows.append(sum(kernel[:, i, tap] * z.view(-1, S, D)[:, i - tap] for tap in reach))
+    return torch.stack(rows, 1).reshape(len(z), D)
+
+
+def candidate_loss(m, base, h, before, label, config):
+    """DFlash 2: nats of labels among the C likeliest tokens, the last of which a label replaces."""
+    nats = torch.zeros(label.shape, dtype=base.dtype)
+    read = m["step"]["predecessor"][before] * linear(m["step"], h, "state")
+    for place in np.ndindex(*label.shape):
+        order = base[place].argsort(descending=True).tolist()[: config.selector_top_k]
+        right = int(label[place])
+        chosen = order if right in order else [*order[:-1], right]
+        score = base[place][chosen] + m["step"]["successor"][chosen] @ read[place]
+        nats[place] = score.logsumexp(0) - score[chosen.index(right)]
+    return nats
 
 
 def scores(m, x, tokens, config, target, kind):
@@ -107,7 +141,7 @@ def block_losses(
       modules: ``{module: {name: array}}``: "head", "layers.0" and so on, "step".
       config: the head's.
       batches: pairs of tokens i64[B,W] and mask bool[B,W].
-      kind: "dflash", "dspark" or "treeflash".
+      kind: "dflash", "dflash2", "dspark" or "treeflash".
       anchors: of each batch and each of its windows, a list.
       lrs: a learning rate a batch.
       decay: slot k weighs decay^(k-1).
@@ -133,6 +167,9 @@ def block_losses(
             base, q, c = scores(m, x, row[at], config, target, kind)
             label, p = row[at + 1], logits[b][at.clamp(max=tokens.shape[1] - 1)].softmax(-1)
             nats, distance = hard_cross_entropy(q, label), (q.softmax(-1) - p).abs().sum(-1)
+            if kind == "dflash2":
+                h = rms_norm(x, m["head"]["norm"], config.layer)
+                nats = candidate_loss(m, base, h, row[at], label, config)
             term = text_weight * nats + l1_weight * distance
             term = term + base_weight * hard_cross_entropy(base, label)
             if c is not None:

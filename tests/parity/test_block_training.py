@@ -13,7 +13,12 @@ import oracles.torch_blocks as oracle  # noqa: E402
 from test_torch_training import save_target  # noqa: E402
 from test_training import RATES, batches, check, ours  # noqa: E402
 
-from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig  # noqa: E402
+from spec_jax.drafters.block.config import (  # noqa: E402
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.drafters.block.model import block_table  # noqa: E402
 from spec_jax.drafters.block.objective import OBJECTIVES  # noqa: E402
 from spec_jax.loading import load_model  # noqa: E402
@@ -21,6 +26,7 @@ from spec_jax.train.anchors import draw_anchors  # noqa: E402
 
 A, SHAPE = 5, dict(block_size=4, taps=(0, 2, 3))
 SLIDING = dict(windows=(None, 3), is_causal=(False, True))
+PAIRS = dict(conv_kernel_size=3, conv_group_size=4, selector_rank=5, selector_top_k=6)
 RUNS = {
     "dflash": (DFlashConfig, {}, {}, {}),
     "dflash, sliding": (DFlashConfig, SLIDING, {"slot_weights": "dpace"}, {"is_dpace": True}),
@@ -31,6 +37,7 @@ RUNS = {
         {"text_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0},
     ),
     "treeflash": (TreeFlashConfig, {}, {"base_weight": 0.5}, {"base_weight": 0.5}),
+    "dflash2": (DFlash2Config, {**PAIRS, "windows": (3, None)}, {}, {"base_weight": 1.0}),
 }
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters import registry
-from spec_jax.drafters.block.config import DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import DFlash2Config, DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.block.objective import OBJECTIVES as BLOCKS
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
 from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3, PEAGLE
@@ -41,6 +41,11 @@ HEADS = {
     "mtp": (MTP, MtpConfig.of_target(MODEL), {"num_steps": 3, "labels": "target"}),
     "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), {"num_anchors": 4}),
     "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), {"num_anchors": 4}),
+    "dflash2": (
+        BLOCKS["dflash2"],
+        DFlash2Config.of_target(MODEL, selector_rank=8),
+        {"num_anchors": 4},
+    ),
     "sequential": (MTP, MtpConfig.of_target(MODEL, num_modules=2, protocol="sequential"), {}),
 }
 OBJECTIVES = ("lm", "scanned", "distill", *HEADS)

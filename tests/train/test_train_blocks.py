@@ -14,10 +14,15 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters import registry
 from spec_jax.drafters.block import objective
-from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.drafters.block.model import block_drafter
 from spec_jax.drafters.block.objective import block_loss
-from spec_jax.drafters.block.steps import confidence_logits
+from spec_jax.drafters.block.steps import confidence_logits, pair_scores
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedHead
@@ -34,8 +39,14 @@ HEADS = {
     "dflash": DFlashConfig.of_target(CONFIG, windows=(None, 3), is_causal=(False, True), **SHAPE),
     "dspark": DSparkConfig.of_target(CONFIG, markov_rank=6, **SHAPE),
     "treeflash": TreeFlashConfig.of_target(CONFIG, windows=(3, None), **SHAPE),
+    "dflash2": DFlash2Config.of_target(
+        CONFIG, conv_group_size=4, selector_rank=6, selector_top_k=8, **SHAPE
+    ),
 }
-LOSS = {"dspark": dict(text_weight=0.1, l1_weight=0.9, confidence_weight=1.0)}
+LOSS = {
+    "dspark": dict(text_weight=0.1, l1_weight=0.9, confidence_weight=1.0),
+    "dflash2": dict(base_weight=1.0),
+}
 TEXT = jnp.asarray(np.random.default_rng(5).integers(0, 31, (2, W)), jnp.int32)
 
 
@@ -225,6 +236,26 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
     assert float(nothing) == 0.0
 
 
+def test_a_label_that_is_no_candidate_takes_the_place_of_the_least_likely_one():
+    """Nats among as many tokens as are drafted from, by sorting."""
+    config, head = HEADS["dflash2"], head_of("dflash2")
+    rng, C = np.random.default_rng(4), config.selector_top_k
+    base = rng.normal(size=(2, 9, CONFIG.vocab_size)).astype(np.float32)
+    x = rng.normal(size=(2, 9, CONFIG.hidden_size)).astype(np.float32)
+    before, labels = rng.integers(0, CONFIG.vocab_size, (2, 2, 9))
+    nats, is_candidate = objective.candidate_loss(head, base, x, before, labels, config)
+    rest = np.arange(CONFIG.vocab_size)[None, None]
+    added = pair_scores(head, x, before, np.broadcast_to(rest, base.shape), config)
+    assert 0 < is_candidate.sum() < is_candidate.size and np.abs(added).max() > 0.1
+    for place in np.ndindex(2, 9):
+        likely, label = np.argsort(-base[place])[:C].tolist(), labels[place]
+        assert is_candidate[place] == (label in likely)
+        chosen = likely if label in likely else [*likely[:-1], label]
+        scores = base[place] + np.asarray(added[place])
+        expected = np.log(np.exp(scores[chosen]).sum()) - scores[label]
+        np.testing.assert_allclose(nats[place], expected, rtol=1e-5)
+
+
 def test_the_program_of_a_step_grows_neither_with_the_window_nor_with_the_anchors():
     def size(width, num_anchors):
         shape = lambda *dims: jnp.zeros(dims, jnp.float32)
@@ -277,7 +308,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["dflash", "dspark", "treeflash"])
 def test_a_text_that_is_learned_by_heart_is_drafted_in_whole_blocks(name):
     """The mean acceptance length comes to K + 1 on the text that it was trained on."""
     (head, _), K = trained(name, 300, text_weight=1.0), HEADS[name].max_draft

@@ -41,7 +41,7 @@ _NEUTRAL = {
     "final_logit_softcapping": 0,
     "add_swa_attention_sink_bias": False,
 }
-_SIZES_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SIZES_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OTHERS = {  # tensors of drafters that extend these
     "prefix_gru.": "Domino",
     "markov_head.joint_proj.": "DSpark with markov_head_type 'rnn'",
@@ -157,11 +157,11 @@ def head_config(
     kinds = (DFlashConfig, DFlash2Config, DSparkConfig, TreeFlashConfig)
     cls = {c.name: c for c in kinds}[kind]
     if cls is DFlash2Config:
-        stated = {key: _stated(hf, key) for key in _SIZES_2}
+        stated = {key: _stated(hf, key) for key in SIZES_2}
         values |= {key: value for key, value in stated.items() if value is not None}
         notes += [
             f"config.json does not say {key}; the usual {getattr(cls, key)} is assumed."
-            for key in _SIZES_2
+            for key in SIZES_2
             if stated[key] is None
         ]
     if cls is DSparkConfig:
@@ -322,7 +322,7 @@ def head_json(
         own["enable_confidence_head"] = config.has_confidence
         own["confidence_head_with_markov"] = config.confidence_with_markov
     elif isinstance(config, DFlash2Config):
-        own |= {key: getattr(config, key) for key in _SIZES_2}
+        own |= {key: getattr(config, key) for key in SIZES_2}
     elif format == DEEPSPEC:
         own |= {"markov_rank": 0, "enable_confidence_head": False}
     ids = [tap - 1 for tap in config.taps]

@@ -15,7 +15,7 @@ from spec_jax.drafters.block.config import (
     DSparkConfig,
     TreeFlashConfig,
 )
-from spec_jax.drafters.block.formats import find_kind, formats_of, pick_format
+from spec_jax.drafters.block.formats import SIZES_2, find_kind, formats_of, pick_format
 from spec_jax.drafters.registry import (
     DrafterKind,
     DraftFormat,
@@ -68,7 +68,7 @@ def _objective(name: str):
     return objective.OBJECTIVES[name]
 
 
-def _kind(config_class: type[BlockConfig], *options: str, is_trained: bool = True) -> DrafterKind:
+def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
     return DrafterKind(
         name=config_class.name,
         drafting=Drafting(drafter=_drafter, passes=_passes),
@@ -91,12 +91,10 @@ def _kind(config_class: type[BlockConfig], *options: str, is_trained: bool = Tru
                 formats=formats_of(config_class.name),
                 sizes=("num_layers", *options),
             )
-        }
-        if is_trained
-        else {},
+        },
     )
 
 
 DFLASH, TREEFLASH = _kind(DFlashConfig), _kind(TreeFlashConfig)
 DSPARK = _kind(DSparkConfig, "markov_rank")
-DFLASH2 = _kind(DFlash2Config, is_trained=False)
+DFLASH2 = _kind(DFlash2Config, *SIZES_2)

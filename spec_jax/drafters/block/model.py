@@ -67,7 +67,7 @@ def conv_table(config: BlockConfig) -> dict[str, Any]:
     for name in ("attention_conv", "mlp_conv"):
         hf = f"model.layers.{{i}}.{name}"
         axes = ("side", "reach", "embed")
-        table[f"{name}_base"] = ParamSpec((2, taps, D), axes, f"{hf}.base_kernel", init="ones")
+        table[f"{name}_base"] = ParamSpec((2, taps, D), axes, f"{hf}.base_kernel", init="first tap")
         size, axes = 2 * taps * (D // config.conv_group_size), ("embed", "taps")
         linear_specs(table, name, D, size, axes, f"{hf}.kernel_projection", init="zeros")
     return table

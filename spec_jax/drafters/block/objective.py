@@ -5,7 +5,7 @@ the tokens before a, as in a round whose pending token is a, and itself; two blo
 other. Draft k is scored after the text's own token a + k - 1.
 
 Source: DFlash, arXiv 2602.06036, section 4; DSpark, arXiv 2607.05147, section 3; TreeFlash,
-arXiv 2606.03819.
+arXiv 2606.03819; DFlash 2 as in SpecForge and speculators.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Model
-from spec_jax.drafters.block.config import BlockConfig
+from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.model import block_layer, context_states
-from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
+from spec_jax.drafters.block.steps import confidence_logits, normed, pair_scores, step_logits
 from spec_jax.models.layers import Window, embed_tokens, keys_values
+from spec_jax.sampling import top_k
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
 from spec_jax.train.blocks import Blocks, blocks_at_once, map_anchors, origins
 from spec_jax.train.chunks import cut_chunks, sum_chunks
@@ -91,6 +92,36 @@ def scores_at(
     return base, step_logits(params, base, x, before, config, model)
 
 
+def candidate_loss(
+    head: dict,
+    base: jax.Array,
+    x: jax.Array,
+    before: jax.Array,
+    labels: jax.Array,
+    config: DFlash2Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the cross-entropy of labels among DFlash 2's candidates.
+
+    A label that is no candidate takes the place of the least likely one.
+
+    Args:
+      head: its weights.
+      base: f32[...,V], the block's logits.
+      x: dtype[...,D], its states before the final norm.
+      before: i32[...], the token before each position.
+      labels: i32[...].
+      config: the head's.
+
+    Returns:
+      f32[...] in nats, and bool[...], whether the label is a candidate.
+    """
+    _, ids = top_k(base, config.selector_top_k)
+    is_candidate = (ids == labels[..., None]).any(axis=-1)
+    ids = ids.at[..., -1].set(jnp.where(is_candidate, ids[..., -1], labels))
+    scores = jnp.take_along_axis(base, ids, axis=-1) + pair_scores(head, x, before, ids, config)
+    return cross_entropy(scores, jnp.argmax(ids == labels[..., None], axis=-1)), is_candidate
+
+
 def block_loss(
     head: dict,
     batch: Batch,
@@ -110,10 +141,10 @@ def block_loss(
 ) -> tuple[jax.Array, dict]:
     """Computes the weighted mean over the drafts of blocks at drawn anchors.
 
-    A draft costs the cross-entropy of the text's token, and may cost the distance of its
-    distribution from the target's, and the cross-entropy of the confidence in it from the
-    probability that the target accepts it. A draft counts if its token and all before it in the
-    block are to be predicted.
+    A draft costs the cross-entropy of the text's token, in DFlash 2 among the candidates, and may
+    cost the distance of its distribution from the target's, and the cross-entropy of the confidence
+    in it from the probability that the target accepts it. A draft counts if its token and all
+    before it in the block are to be predicted.
 
     Args:
       head: The head's weights; they are trained.
@@ -125,18 +156,20 @@ def block_loss(
       slot_weights: See ``train.anchors.weigh_slots``.
       decay: Likewise.
       text_weight: Of the cross-entropy of the text's token.
-      base_weight: Of the same by the logits that do not know the token before. The authors' trees
-        take their candidates from these; the trees here take them from the step's.
+      base_weight: Of the same by the logits that do not know the token before, among all tokens.
+        The authors' trees of TreeFlash take their candidates from these; the trees here take them
+        from the step's.
       l1_weight: Of the L1 distance from the target's distribution.
       confidence_weight: Of the confidence, whose label has no gradient.
       has_every_anchor: Blocks begin at every ``block_size`` tokens, for evaluation.
       is_remat: Whether the backward pass computes each layer again instead of storing it.
 
     Returns:
-      The loss, and f32[K] ``loss_by_step`` in nats, ``accuracy``, ``reached`` and ``hits``. Where
-      the target's distribution is read also f32[K] ``acceptance`` and f32[] ``tau_sampled``, the
-      tokens that a round at temperature 1 is expected to emit; and f32[K] ``confidence_bias``, by
-      how much the confidence exceeds the acceptance in the mean.
+      The loss, and f32[K] ``loss_by_step`` in nats, ``accuracy``, ``reached`` and ``hits``; in
+      DFlash 2 also ``recall``, how often the text's token is a candidate. Where the target's
+      distribution is read also f32[K] ``acceptance`` and f32[] ``tau_sampled``, the tokens that a
+      round at temperature 1 is expected to emit; and f32[K] ``confidence_bias``, by how much the
+      confidence exceeds the acceptance in the mean.
     """
     K = config.max_draft
     # No block begins at a document's first token, or goes on there.
@@ -146,6 +179,7 @@ def block_loss(
     else:
         anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
     has_confidence = getattr(config, "has_confidence", False)
+    has_candidates = isinstance(config, DFlash2Config)
     reads_target = has_every_anchor or l1_weight > 0 or confidence_weight > 0
 
     def chunk(params, _, rest):
@@ -156,7 +190,10 @@ def block_loss(
         before, labels = (slots(batch.tokens, anchors, first, K) for first in (0, 1))
         base, q = scores_at(params, x, before, config, model)
         counts = counted(mask, anchors, is_kept, K)
-        loss = cross_entropy(q, labels)
+        if has_candidates:  # the text's token is among them while training
+            loss, is_candidate = candidate_loss(head, base, x, before, labels, config)
+        else:
+            loss = cross_entropy(q, labels)
         weights = weigh_slots(slot_weights, counts, jnp.exp(-loss), decay=decay)
         total, is_right = text_weight * loss, counts & (jnp.argmax(q, axis=-1) == labels)
         if base_weight > 0:
@@ -164,6 +201,8 @@ def block_loss(
         reached, hits = chains(counts, is_right)
         sums = {"weight": weights, "count": counts, "loss": loss, "right": is_right}
         sums |= {"reached": reached, "hits": hits}
+        if has_candidates:
+            sums["recall"] = is_candidate
         if reads_target:
             p = model.unembed(target, slots(batch.view.hidden, anchors, 0, K))
             distance = total_variation(p, q)
@@ -188,8 +227,9 @@ def block_loss(
     if reads_target:
         figures["acceptance"] = sums["accepted"] / count
         figures["tau_sampled"] = 1 + (sums["chain"] / count).sum()
-    if "bias" in sums:
-        figures["confidence_bias"] = sums["bias"] / count
+    for name, figure in (("bias", "confidence_bias"), ("recall", "recall")):
+        if name in sums:
+            figures[figure] = sums[name] / count
     total = sums["weight"].sum()
     return jnp.where(total > 0, loss / jnp.where(total > 0, total, 1.0), 0.0), figures
 
@@ -221,6 +261,7 @@ _LOSSES = {
     "dflash": {},
     "dspark": {"text_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0},
     "treeflash": {"base_weight": 0.5},
+    "dflash2": {"base_weight": 1.0},
 }
 OBJECTIVES = {
     name: Objective(name, functools.partial(block_loss, **options), drafts=text_drafts)

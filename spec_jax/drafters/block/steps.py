@@ -89,6 +89,24 @@ def confidence_logits(
     return linear(h, head, "confidence")[..., 0].astype(jnp.float32)
 
 
+def pair_scores(
+    head: dict, x: jax.Array, token: jax.Array, ids: jax.Array, config: DFlash2Config
+) -> jax.Array:
+    """Returns DFlash 2's scores f32[...,C] of pairs, which are added to the logits of candidates.
+
+    Args:
+      head: its weights.
+      x: dtype[...,D], the states before the final norm.
+      token: i32[...], the token before each position.
+      ids: i32[...,C], the candidates.
+      config: the head's.
+    """
+    step = head["step"]
+    read = _embedded(step["predecessor"], token) * linear(normed(head, x, config), step, "state")
+    successor = _embedded(step["successor"], ids)  # [...,C,r]
+    return jnp.einsum("...r,...cr->...c", read, successor).astype(jnp.float32)
+
+
 def _embedded(table: jax.Array, token: jax.Array) -> jax.Array:
     """Returns the embeddings dtype[...,D] of tokens i32[...], of whatever rank."""
     rows = embed_tokens(table, token.reshape(len(token), -1))
@@ -133,12 +151,9 @@ def _pairs_table(config: DFlash2Config) -> dict[str, ParamSpec]:
 
 def _pairs(params, base, x, token, config, target):
     """The likeliest tokens alone, each with a score of it beside the token before and the state."""
-    head, step = params["head"], params["head"]["step"]
     value, ids = top_k(base, config.selector_top_k)
-    read = _embedded(step["predecessor"], token) * linear(normed(head, x, config), step, "state")
     value, ids = (jnp.broadcast_to(y, (*token.shape, y.shape[-1])) for y in (value, ids))
-    successor = _embedded(step["successor"], ids)  # [...,C,r]
-    value = value + jnp.einsum("...r,...cr->...c", read, successor).astype(jnp.float32)
+    value = value + pair_scores(params["head"], x, token, ids, config)
     # The others are drafted only where a processor bans all candidates.
     others = jnp.broadcast_to(base - _UNLIKELY, (*token.shape, base.shape[-1]))
     return constrain_logits(jnp.put_along_axis(others, ids, value, axis=-1, inplace=False))

@@ -17,9 +17,12 @@ from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.block.config import DFlashConfig
-from spec_jax.drafters.block.model import block_drafter
+from spec_jax.drafters.block.model import block_drafter, block_states, inject
+from spec_jax.drafters.block.steps import step_logits
 from spec_jax.errors import ConfigError
+from spec_jax.loading import random_head
 from spec_jax.models import transformer
+from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.planning import roofline
 from spec_jax.planning.work import Setting
@@ -105,6 +108,36 @@ def test_two_rounds_draft_what_independent_arithmetic_drafts(name):
                 ours.reshape(shape)[b, :, :n], theirs.reshape(shape)[b, :, :n], atol=1e-5
             )
     np.testing.assert_array_equal(state.length, fresh.length)
+
+
+def test_a_new_head_of_dflash_2_drafts_as_its_layers_do_alone():
+    """Its convolutions pass each token on as it is, and its scores of pairs add nothing."""
+    config = HEADS["dflash2"]
+    new = random_head(config, jax.random.key(3)).params
+    for layer in new["layers"].values():
+        for name in ("attention_conv", "mlp_conv"):
+            first, *others = layer[f"{name}_base"].transpose(1, 0, 2)
+            assert (first == 1).all() and not np.any(others) and not layer[name].any()
+    own = {field.name for field in dataclasses.fields(DFlashConfig)}
+    plain = DFlashConfig(**{name: value for name, value in vars(config).items() if name in own})
+    pick = lambda layer: {name: w for name, w in layer.items() if "_conv" not in name}
+    layers = {i: pick(layer) for i, layer in new["layers"].items()}
+    features, n = features_of(config, TEXT[None]), jnp.asarray([6])
+
+    def states(head, config):
+        params = {"head": head, "target": TARGET.params}
+        cache = KVCache.create(config.layer, 1, 20, jnp.float32)
+        cache = inject(head, cache, features[:, :6], n, config)
+        return block_states(params, TEXT[6:7], cache, config.block_size, config)[0]
+
+    expected = jax.jit(states, static_argnums=1)({**new, "layers": layers}, plain)
+    found = jax.jit(states, static_argnums=1)(new, config)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    before, base = TEXT[None, :5], jnp.asarray(np.random.default_rng(2).normal(size=(1, 5, 31)))
+    logits = step_logits({"head": new}, base, found, jnp.asarray(before), config, None)
+    best = np.argsort(-np.asarray(base), axis=-1)[..., : config.selector_top_k]
+    take = lambda x: np.take_along_axis(np.asarray(x), best, axis=-1)
+    np.testing.assert_array_equal(take(logits), take(base))
 
 
 @pytest.mark.exhaustive
