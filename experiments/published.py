@@ -102,7 +102,7 @@ class PublishedPair(NamedTuple):
       setting: batch, context and mesh.
       task: of the prompts.
       temperature: None if it is not stated.
-      tau: tokens a target pass; None if it is not stated.
+      tau: tokens per target pass; None if it is not stated.
       speedup: over plain decoding.
       plain_tok_s: tokens a second of plain decoding, if they are stated.
     """

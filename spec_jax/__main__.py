@@ -41,8 +41,8 @@ def _add_generate(commands) -> None:
     add(
         "--draft",
         metavar="NAME",
-        help="what drafts: a smaller model or a head of the target, by "
-        "name or directory; or ngram or suffix; default: nothing, plain decoding",
+        help="a smaller model or a head, by name or directory; or ngram or suffix; "
+        "default: none, plain decoding",
     )
     add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own, in place of --draft")
     add(
@@ -51,29 +51,42 @@ def _add_generate(commands) -> None:
         help="a rule's name, or MODULE:NAME of your own; default: greedy at temperature 0, else "
         "block for block drafters' chains, residual for other sampled drafts and match for others",
     )
-    add("--k", type=int, default=4, help="drafted tokens a round; default: %(default)s")
+    add(
+        "--k",
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="drafted tokens a round; default: %(default)s",
+    )
     limit = command.add_mutually_exclusive_group()
     limit.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="of the output, at most; default: 128"
+        "--max-new-tokens", type=int, metavar="N", help="maximum output tokens; default: 128"
     )
     limit.add_argument(
-        "--max-length", type=int, metavar="N", help="of prompt and output together, at most"
+        "--max-length", type=int, metavar="N", help="maximum tokens of prompt and output together"
     )
     limit.add_argument("--max-tokens", help=argparse.SUPPRESS)  # refused, with both choices
     add(
         "--temperature",
         type=float,
         default=0.0,
+        metavar="T",
         help="of target and draft; default: %(default)s, greedy",
     )
     add(
         "--top-p",
         type=float,
         default=1.0,
+        metavar="P",
         help="sample among the likeliest tokens up to this probability; default: %(default)s, all",
     )
-    add("--seed", type=int, default=0, help="names the sample; default: %(default)s")
-    add("--dtype", default="float32", help="of the weights in memory; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the random numbers; default: %(default)s")
+    add(
+        "--dtype",
+        default="float32",
+        help="of the weights: float32, bfloat16 or float16; default: %(default)s",
+    )
     add("--mesh", help="devices to run on together, such as data:2,tensor:4; default: one")
     add("--logprobs", action="store_true", help="print the log-probability of each token to stderr")
     add(
@@ -89,7 +102,7 @@ def _add_certify(commands) -> None:
         "certify",
         help="prove that a rule and a drafter leave the target's distribution as it is",
         description="Proves by enumeration that a rule, with a drafter, emits exactly the target's "
-        "distribution, and says what it did not prove.",
+        "distribution, and lists what it did not prove.",
     )
     add = command.add_argument
     add(
@@ -159,11 +172,10 @@ def generate(args: argparse.Namespace) -> int:
             temperature=args.temperature, top_p=args.top_p, seed=args.seed
         ),
     )
-    said = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompts": prompt}
+    call = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompts": prompt}
+    limits = {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}
     begin_s = time.monotonic()
-    said |= {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}
-    said["logprobs"] = args.logprobs
-    with decoder.stream(**said) as stream:
+    with decoder.stream(**call, **limits, logprobs=args.logprobs) as stream:
         for piece in stream:
             print(piece, end="", flush=True)
     print(flush=True)
@@ -176,12 +188,12 @@ def generate(args: argparse.Namespace) -> int:
     drafts = ""
     if stats.drafted:
         drafts = (
-            f"; {stats.tau:.2f} tokens a target pass, {stats.acceptance_rate:.0%} of drafts "
-            f"accepted by {decoder.config.rejection_sampling_strategy}"
+            f"; {stats.tau:.2f} tokens per target pass, {stats.acceptance_rate:.0%} of drafts "
+            f"accepted (rule: {decoder.config.rejection_sampling_strategy})"
         )
     print(
-        f"{stats.emitted} tokens in {time.monotonic() - begin_s:.1f} s, {stats.compile_s:.1f} s of "
-        f"it compilation, ended by {row.finish_reason}{drafts}",
+        f"{stats.emitted} tokens in {time.monotonic() - begin_s:.1f} s, of which "
+        f"{stats.compile_s:.1f} s to compile; finish reason: {row.finish_reason}{drafts}",
         file=sys.stderr,
     )
     return 0

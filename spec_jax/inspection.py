@@ -50,7 +50,7 @@ class Inspection:
     Attributes:
       name: as it was asked for.
       directory: where it lies.
-      kind: "model", a head's ``speculative_method``, "weights", "tokenizer" or "nothing".
+      kind: "model", a head's ``speculative_method``, "weights", "tokenizer" or "no checkpoint".
       num_params: counted from the headers of the weights; None: there are none to count.
       dtypes: tensors by dtype.
       num_bytes: of all files.
@@ -73,7 +73,7 @@ class Inspection:
         known: dict[str, Any] = {"kind": self.kind, **self.facts}
         if self.num_params is not None:
             known["parameters"] = f"{self.num_params:,}"
-            known["dtype"] = ", ".join(f"{n} of {dtype}" for dtype, n in self.dtypes.items())
+            known["tensors"] = ", ".join(f"{n} {dtype}" for dtype, n in self.dtypes.items())
         known["bytes"] = f"{self.num_bytes:,} in {self.directory}"
         width = max(map(len, known))
         lines = [f"{name:{width}}  {value}" for name, value in known.items()]
@@ -94,7 +94,7 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     files = [path for path in directory.iterdir() if path.is_file()]
     shapes, notes = _headers(directory)
     hf = read_json(directory / "config.json") if (directory / "config.json").exists() else {}
-    config, kind, refused = None, "weights" if shapes else "nothing", None
+    config, kind, refused = None, "weights" if shapes else "no checkpoint", None
     if hf and shapes:
         kind, config, refused = _kind(directory, len(shapes), notes)
     elif hf:
@@ -103,7 +103,7 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     facts = _shape(hf, config)
     tokenizer = _tokenizer(directory, notes)
     if tokenizer is not None:
-        kind = "tokenizer" if kind == "nothing" else kind
+        kind = "tokenizer" if kind == "no checkpoint" else kind
         facts |= _tokens(tokenizer, config)
     if config is not None:
         facts["tied embeddings"] = "yes" if config.tie_word_embeddings else "no"

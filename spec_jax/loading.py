@@ -21,7 +21,7 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.kind import holds_modules
-from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError
+from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError, did_you_mean
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.config import with_attention
@@ -62,9 +62,9 @@ def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
     """
     if not isinstance(model, kind):
         expected = getattr(kind, "__name__", "LoadedModel or LoadedHead")
-        raise ModelNotLoaded(
-            f"{role} is {model!r:.200}; expected a {expected}: load_model makes one of a path"
-        )
+        path = repr(str(model)) if isinstance(model, (str, pathlib.Path)) else "path"
+        call = f"load_model({path})" if role == "target" else f"load_draft({path}, target)"
+        raise ModelNotLoaded(f"{role} is {model!r:.200}; expected a {expected}; call {call} first")
     if model.params is None:
         raise ModelNotLoaded(f"{role} {model.name} has no weights: its params are None")
 
@@ -81,10 +81,9 @@ def load_model(
     """Loads a model of the zoo, of a Hugging Face directory or of the Hugging Face hub.
 
     Args:
-      name_or_path: a zoo name ("zoo/target", "zoo/draft"); a directory of a Llama, Mistral (without
-        a sliding window), Qwen2, Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3.5, MiMo, Mamba-2 or Bamba
-        model; or the id of one on the hub, "owner/name" or "owner/name@revision", which is
-        downloaded unless it is in the hub's cache.
+      name_or_path: a zoo name ("zoo/target", "zoo/draft"); the directory of a model of a supported
+        family (``models/families/``); or the id of one on the hub, "owner/name" or
+        "owner/name@revision", which is downloaded unless it is in the hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
         CPU. None: stack them on accelerators, where the family can.
@@ -145,11 +144,11 @@ def load_draft(
     axis_rules: AxisRules = SHARDED,
     **overrides: Any,
 ) -> LoadedModel | LoadedHead:
-    """Loads whatever drafts for a target: a model, an EAGLE head, MTP modules, or a kind of yours.
+    """Loads a draft for a target: a smaller model, a head, MTP modules, or a registered kind.
 
-    Kinds are told apart by config.json and the names of the tensors. A directory that holds a whole
-    model and its MTP modules is read as the model, unless it is the target's: then the modules
-    draft. ``load_mtp`` reads the modules in any case.
+    The kind is detected from config.json and the names of the tensors. A directory with both a
+    model and its MTP modules is loaded as the model, unless it is the target's own directory: then
+    its modules are loaded. ``load_mtp`` always loads the modules.
 
     Args:
       name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
@@ -159,7 +158,8 @@ def load_draft(
       attention: how its cache is attended over, see ``load_model``.
       mesh: the devices to place the weights on, see ``load_model``.
       axis_rules: which dimensions are split over the mesh; ``sharding.REPLICATED`` for none.
-      **overrides: what the checkpoint of a head leaves open, see ``load_head`` and ``load_mtp``.
+      **overrides: settings that a head's checkpoint does not state, see ``load_head`` and
+        ``load_mtp``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
@@ -231,9 +231,9 @@ def load_head(
         Hugging Face hub.
       target: the model that it drafts for.
       dtype: the dtype of the weights in memory; by default the target's.
-      **overrides: what the checkpoint leaves open or says wrongly, such as
-        ``taps=(2, 16, 29)`` or ``norm_output=True``; see ``EagleConfig``. What was decided
-        without them is in the result's ``notes``. Also ``mesh`` and ``axis_rules``, see
+      **overrides: settings that the checkpoint does not state or states wrongly, such as
+        ``taps=(2, 16, 29)`` or ``norm_output=True``; see ``EagleConfig``. The defaults that were
+        chosen are listed in the result's ``notes``. Also ``mesh`` and ``axis_rules``, see
         ``load_draft``.
 
     Raises:
@@ -247,19 +247,16 @@ def load_head(
 def load_mtp(
     path: str | pathlib.Path, target: LoadedModel, dtype: DTypeLike | None = None, **overrides: Any
 ) -> LoadedHead:
-    """Loads the MTP modules of a Qwen3.5, DeepSeek-V3, Qwen3-Next or MiMo directory.
-
-    ``load_model`` loads all of these families but DeepSeek-V3, whose layers are known as modules
-    alone, for targets of your own.
+    """Loads the MTP modules of a model's directory.
 
     Args:
       path: a zoo name, the directory of the model or of its modules alone, or an id of the Hugging
         Face hub.
       target: the model that they draft for.
       dtype: the dtype of the weights in memory; by default the target's.
-      **overrides: what the checkpoint leaves open, such as ``protocol="sequential"``; see
-        ``MtpConfig``. What was decided without them is in the result's ``notes``. Also ``mesh``
-        and ``axis_rules``, see ``load_draft``.
+      **overrides: settings that the checkpoint does not state, such as
+        ``protocol="sequential"``; see ``MtpConfig``. The defaults that were chosen are listed in
+        the result's ``notes``. Also ``mesh`` and ``axis_rules``, see ``load_draft``.
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
@@ -307,7 +304,8 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
             f"{path} is a file; expected the directory of config.json and model.safetensors"
             f"{foreign_files(path.parent)}"
         )
-    why = f"{name_or_path} is neither a directory nor a zoo name ({', '.join(zoo.NAMES)})"
+    hint = did_you_mean(name_or_path, zoo.NAMES) if str(name_or_path).startswith("zoo") else ""
+    why = f"{name_or_path} is neither a directory nor a zoo name ({', '.join(zoo.NAMES)}){hint}"
     is_hub_id = isinstance(name_or_path, str) and hub.is_id(name_or_path)
     if not is_hub_id or name_or_path.startswith("zoo/"):
         raise WeightsError(f"{why}, nor an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")
@@ -360,11 +358,11 @@ def _explain_a_draft(name: str | pathlib.Path, directory: pathlib.Path, error: E
 
 def _check_has_config(target: LoadedModel) -> None:
     if not isinstance(target, LoadedModel):
-        raise ConfigError(f"target is {target!r}; expected a LoadedModel, which load_model makes")
+        raise ConfigError(f"target is {target!r}; expected a LoadedModel; call load_model(path)")
     if target.config is None:
         raise ConfigError(
-            f"target {target.name} has no config, and so nothing to check a head against; "
-            "load_model gives one"
+            f"target {target.name} has no config to check a head against; load the target with "
+            "load_model(path)"
         )
 
 

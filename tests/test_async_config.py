@@ -131,8 +131,8 @@ def test_the_config_comes_from_plain_values(pair):
 def test_models_that_are_not_loaded_are_named(pair):
     bare = dataclasses.replace(pair[0], params=None)
     for model, message in [
-        ("zoo/target", "'zoo/target'.*load_model"),
-        (pathlib.Path("x"), "load_model"),
+        ("zoo/target", "'zoo/target'.*call load_(model|draft)"),
+        (pathlib.Path("x"), "call load_(model|draft)"),
         (LLAMA, "ModelConfig"),
         (pair[0].model, "Model"),
         (bare, "mock-0 has no weights"),

@@ -36,8 +36,8 @@ def test_generate_streams_what_the_library_generates(pair, capsys):
     row = spec_jax.SpeculativeDecoder(target, draft, config).generate("def f(x):", 12)
     assert out == row.text + "\n"
     (line,) = err.splitlines()
-    assert line.startswith("12 tokens in ") and "ended by length; " in line
-    assert "tokens a target pass" in line and "accepted by greedy" in line
+    assert line.startswith("12 tokens in ") and "finish reason: length; " in line
+    assert "tokens per target pass" in line and "accepted (rule: greedy)" in line
 
 
 def test_log_probabilities_have_a_heading(pair, capsys):
@@ -74,6 +74,7 @@ LINES = [
     (["certify", "--rule", "residul"], "error: rule is 'residul'; expected module:NAME, or"),
     (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
     (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
+    (["inspect", "zoo/eagel3"], "(did you mean zoo/eagle3?)"),
     (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
 ]
 

@@ -99,7 +99,8 @@ class SpeculativeConfig:
     def __post_init__(self):
         K, method = self.num_speculative_tokens, self.speculative_method
         strategy = self.rejection_sampling_strategy
-        check(is_integer(K, 1), "num_speculative_tokens", K, "an integer of 1 or more")
+        expected = "an integer of 1 or more (for plain decoding, give no draft and no config)"
+        check(is_integer(K, 1), "num_speculative_tokens", K, expected)
         check_name("speculative_method", method, list(METHODS))
         if strategy is not None:
             check_name("rejection_sampling_strategy", strategy, STRATEGIES, "None or ")
@@ -253,8 +254,8 @@ class SpeculativeConfig:
             )
         if strategy == "logit-comparison" and not is_sampled:
             raise ConfigError(
-                "strategy 'logit-comparison' compares the draft's logits, and a drafter that "
-                f"takes the likeliest or copies ({self.speculative_method}) has none; use 'match'"
+                "strategy 'logit-comparison' needs the draft's logits; "
+                f"{self.speculative_method!r} drafts without them: use 'match'"
             )
         return strategy
 

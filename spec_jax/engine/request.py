@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import check_integer
+from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import parse_record
 from spec_jax.decoding import System
@@ -89,8 +89,9 @@ def encode_messages(
         raise PromptError(_no_tokenizer(target))
     if not target.tokenizer.chat_templates:
         raise ConfigError(
-            f"the tokenizer of {target.name} has no chat template: give the text in prompts, or "
-            "put the chat_template.jinja of an instruction-tuned model beside tokenizer.json"
+            f"the tokenizer of {target.name} has no chat template, which messages need; pass plain "
+            "text as the prompt, or put the chat_template.jinja of an instruction-tuned model "
+            "beside tokenizer.json"
         )
     record = parse_record({"messages": list(messages), "tools": tools}, "messages")
     if record.messages[-1]["role"] == "assistant":
@@ -169,6 +170,8 @@ def refuse_options(
         parameters = inspect.signature(function).parameters.values()
         stated = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         hint = did_you_mean(name, [*stated, *known])
+        if name in SamplerConfig.__dataclass_fields__ and "sampler" in {*stated, *known}:
+            hint = f"; pass sampler=SamplerConfig({name}=...)"
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -297,8 +300,8 @@ def make_request(
         width = int(lengths.max())
         if (lengths < width).any():
             raise PromptError(
-                f"prompts of {int(lengths.min())} and {width} tokens are one batch; the target "
-                "cannot forget what pads the shorter: decode them one by one"
+                f"the batch has prompts of {int(lengths.min())} and {width} tokens; this target "
+                "cannot discard padding, so prompts of different lengths are decoded one by one"
             )
     tokens = np.zeros((len(ids), width), np.int32)
     for row, prompt in enumerate(ids):
@@ -322,8 +325,9 @@ def check_room(system: System, longest: int, max_new_tokens: int) -> None:
     for kind, model in (("target", system.target), ("draft", system.drafter)):
         if model.max_length is not None and longest + max_new_tokens > model.max_length:
             raise PromptError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones make "
-                f"{longest + max_new_tokens}; the {kind} holds {model.max_length}"
+                f"a prompt of {longest} tokens and {max_new_tokens} new ones are "
+                f"{longest + max_new_tokens}; the maximum length of the {kind} is "
+                f"{model.max_length}: shorten the prompt or lower max_new_tokens"
             )
 
 

@@ -126,7 +126,9 @@ def check(chosen):
             assert (np.asarray(getattr(state, name))[is_beyond] == blank).all(), name
         accepted += int((np.asarray(state.kind) == 2).sum())
     assert accepted > 0
-    with pytest.raises(PromptError, match=f"make {limit + 1}; the (target|draft) holds {limit}"):
+    with pytest.raises(
+        PromptError, match=f"are {limit + 1}; the maximum length of the (target|draft) is {limit}"
+    ):
         run(decoder, prompts_of(limit, [1]), 2, samplers[:1])
 
 

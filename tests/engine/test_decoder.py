@@ -122,7 +122,7 @@ INVALID_PROMPTS = [
     ([[1, 2], []], "empty"),
     ([1, 512], "id 512"),
     ([-1], "id -1"),
-    ([1] * 500, "holds 512"),
+    ([1] * 500, "maximum length of the target is 512"),
     ("a\ud800b", "character 2 of the prompt is half of a surrogate pair"),
 ]
 
@@ -180,7 +180,7 @@ def test_parts_that_do_not_fit_are_refused(stories):
 INVALID_ARGS = [
     ((SpeculativeConfig("ngram"),), {}, "draft is a SpeculativeConfig"),
     ((), {"config": {"num_speculative_tokens": 2}}, "config is .*SpeculativeConfig"),
-    (("zoo/draft",), {}, "draft is 'zoo/draft'.*load_model"),
+    (("zoo/draft",), {}, "draft is 'zoo/draft'.*load_draft"),
     ((), {"target_sampler": SamplerConfig(temperature=1.0), "rule": GREEDY}, "temperature 0"),
 ]
 
@@ -239,6 +239,9 @@ def test_a_limit_that_may_count_either_way_is_refused_with_both_names(decoder, c
         with pytest.raises(TypeError, match=f"{unexpected} '{internal}'") as raised:
             call(decoder, **{internal: 3})
         assert not re.search(r"mean (token|parts|totals|has_pieces|unknown)\?", str(raised.value))
+    hint = "$" if name == "output_limits" else "; pass sampler=SamplerConfig"
+    with pytest.raises(TypeError, match=rf"{unexpected} 'temperature'{hint}"):
+        call(decoder, temperature=0.5)
     with pytest.raises(ConfigError, match="max_new_tokens is 5 .* max_length 16 .*name one"):
         call(decoder, max_new_tokens=5, max_length=16)
     with pytest.raises(PromptError, match="2 tokens leaves no room for output: max_length is 2"):

@@ -87,7 +87,9 @@ def test_what_is_no_conversation_is_refused(decoder, arguments, error, message):
 
 
 def test_a_target_without_a_template_says_what_to_give(decoder):
-    with pytest.raises(ConfigError, match="has no chat template: give the text in prompts, or put"):
+    with pytest.raises(
+        ConfigError, match="has no chat template, which messages need; pass plain text"
+    ):
         with_tokenizer(decoder, byte_level()).generate(messages=HELLO)
     with pytest.raises(PromptError, match="mock-0 has no tokenizer: give the prompt as ids"):
         SpeculativeDecoder(testing.mock_model()).generate(messages=HELLO)
