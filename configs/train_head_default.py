@@ -68,6 +68,7 @@ def get_config() -> ConfigDict:
             # For dflash, dflash2, dspark and treeflash:
             "slot_weights": "decay",  # or "dpace": by how often the chain gets that far
             "text_weight": placeholder(float),  # of the text's tokens; by default the objective's
+            "target_weight": placeholder(float),  # of the target's distribution
             "base_weight": placeholder(float),  # of the same, not knowing the token before
             "l1_weight": placeholder(float),  # of the L1 distance to the target's distribution
             "confidence_weight": placeholder(float),  # of dspark's confidence

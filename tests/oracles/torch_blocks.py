@@ -129,6 +129,7 @@ def block_losses(
     decay=np.exp(-1 / 4),
     is_dpace=False,
     text_weight=1.0,
+    target_weight=0.0,
     base_weight=0.0,
     l1_weight=0.0,
     confidence_weight=0.0,
@@ -147,6 +148,7 @@ def block_losses(
       decay: slot k weighs decay^(k-1).
       is_dpace: slots weigh what D-PACE says instead.
       text_weight: of the text's token.
+      target_weight: of the cross-entropy of the target's distribution.
       base_weight: of the same by the base logits.
       l1_weight: of the L1 distance of the two distributions.
       confidence_weight: of the confidence.
@@ -172,6 +174,7 @@ def block_losses(
                 nats = candidate_loss(m, base, h, row[at], label, config)
             term = text_weight * nats + l1_weight * distance
             term = term + base_weight * hard_cross_entropy(base, label)
+            term = term - target_weight * (p * q.log_softmax(-1)).sum(-1)
             if c is not None:
                 accepted = (1 - distance / 2).detach()
                 entropy = F.binary_cross_entropy_with_logits(c, accepted, reduction="none")

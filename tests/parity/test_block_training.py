@@ -36,7 +36,7 @@ RUNS = {
         {},
         {"text_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0},
     ),
-    "treeflash": (TreeFlashConfig, {}, {"base_weight": 0.5}, {"base_weight": 0.5}),
+    "treeflash": (TreeFlashConfig, {}, *[{"base_weight": 0.5, "target_weight": 0.3}] * 2),
     "dflash2": (DFlash2Config, {**PAIRS, "windows": (3, None)}, {}, {"base_weight": 1.0}),
 }
 

@@ -24,6 +24,7 @@ from spec_jax.drafters.block.model import block_drafter
 from spec_jax.drafters.block.objective import block_loss
 from spec_jax.drafters.block.steps import confidence_logits, pair_scores
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError
 from spec_jax.evaluation import teacher_forced
 from spec_jax.loading import LoadedHead
 from spec_jax.sampling import make_sampler
@@ -113,6 +114,12 @@ def test_a_block_is_scored_as_it_is_drafted(name):
     expected = proposed()
     assert np.ptp(expected) > 1
     np.testing.assert_allclose(scored(), expected, atol=2e-5)
+
+
+def test_dflash2_has_no_cross_entropy_of_the_whole_distribution():
+    loss = loss_of("dflash2", target_weight=0.5)
+    with pytest.raises(ConfigError, match="target_weight is 0.5; expected 0"):
+        loss(head_of("dflash2"), batch_of("dflash2"), TARGET.params)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -20,12 +20,13 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.model import block_layer, context_states
 from spec_jax.drafters.block.steps import confidence_logits, normed, pair_scores, step_logits
+from spec_jax.errors import ConfigError
 from spec_jax.models.layers import Window, embed_tokens, keys_values
 from spec_jax.sampling import top_k
 from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
 from spec_jax.train.blocks import Blocks, blocks_at_once, map_anchors, origins
 from spec_jax.train.chunks import cut_chunks, sum_chunks
-from spec_jax.train.losses import cross_entropy, total_variation
+from spec_jax.train.losses import cross_entropy, soft_cross_entropy, total_variation
 from spec_jax.train.objective import Batch, Objective
 
 _CONTEXT = ("fc", "context_norm")  # what the target's states go through, once for all blocks
@@ -133,6 +134,7 @@ def block_loss(
     slot_weights: str = "decay",
     decay: float = math.exp(-1 / 4),
     text_weight: float = 1.0,
+    target_weight: float = 0.0,
     base_weight: float = 0.0,
     l1_weight: float = 0.0,
     confidence_weight: float = 0.0,
@@ -142,9 +144,9 @@ def block_loss(
     """Computes the weighted mean over the drafts of blocks at drawn anchors.
 
     A draft costs the cross-entropy of the text's token, in DFlash 2 among the candidates, and may
-    cost the distance of its distribution from the target's, and the cross-entropy of the confidence
-    in it from the probability that the target accepts it. A draft counts if its token and all
-    before it in the block are to be predicted.
+    cost the cross-entropy of the target's distribution, the distance of its own distribution from
+    that, and the cross-entropy of the confidence in it from the probability that the target accepts
+    it. A draft counts if its token and all before it in the block are to be predicted.
 
     Args:
       head: The head's weights; they are trained.
@@ -156,9 +158,11 @@ def block_loss(
       slot_weights: See ``train.anchors.weigh_slots``.
       decay: Likewise.
       text_weight: Of the cross-entropy of the text's token.
-      base_weight: Of the same by the logits that do not know the token before, among all tokens.
-        The authors' trees of TreeFlash take their candidates from these; the trees here take them
-        from the step's.
+      target_weight: Of the cross-entropy of the target's distribution. It says more than one token
+        does; no published loss of these heads has it.
+      base_weight: Of the text's token by the logits that do not know the token before, among all
+        tokens. The authors' trees of TreeFlash take their candidates from these; the trees here
+        take them from the step's.
       l1_weight: Of the L1 distance from the target's distribution.
       confidence_weight: Of the confidence, whose label has no gradient.
       has_every_anchor: Blocks begin at every ``block_size`` tokens, for evaluation.
@@ -170,6 +174,9 @@ def block_loss(
       distribution is read also f32[K] ``acceptance`` and f32[] ``tau_sampled``, the tokens that a
       round at temperature 1 is expected to emit; and f32[K] ``confidence_bias``, by how much the
       confidence exceeds the acceptance in the mean.
+
+    Raises:
+      ConfigError: DFlash 2 has a ``target_weight``.
     """
     K = config.max_draft
     # No block begins at a document's first token, or goes on there.
@@ -180,7 +187,12 @@ def block_loss(
         anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
     has_confidence = getattr(config, "has_confidence", False)
     has_candidates = isinstance(config, DFlash2Config)
-    reads_target = has_every_anchor or l1_weight > 0 or confidence_weight > 0
+    if has_candidates and target_weight:
+        raise ConfigError(
+            f"target_weight is {target_weight}; expected 0, since DFlash 2 gives most tokens "
+            "probability 0"
+        )
+    reads_target = has_every_anchor or max(target_weight, l1_weight, confidence_weight) > 0
 
     def chunk(params, _, rest):
         (head, context), (anchors, is_kept) = params, rest
@@ -208,6 +220,8 @@ def block_loss(
             distance = total_variation(p, q)
             accepted = 1 - jax.lax.stop_gradient(distance)
             total += l1_weight * 2 * distance
+            if target_weight > 0:
+                total += target_weight * soft_cross_entropy(p, q)
             sums |= {"accepted": accepted, "chain": jnp.cumprod(accepted, axis=2)}
         if reads_target and has_confidence:
             logit = confidence_logits(head, x, before, config)
