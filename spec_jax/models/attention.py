@@ -113,7 +113,7 @@ def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: 
     whole = lambda: attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale)
     if cache.attention == "auto" and cache.slots < MIN_BLOCKED:
         return whole()
-    arrays = (cache.keys, cache.values) if cache.is_stacked else cache.layer(index)
+    arrays = cache.arrays if cache.is_stacked else cache.layer(index)
     if not _splits_alike(q_BTNH, arrays[0]):
         return whole()
     in_blocks = lambda: attend_filled(q_BTNH, *arrays, index, window, scale=scale)

@@ -238,11 +238,12 @@ def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
     Args:
       cls: the dataclass. A field ``rope`` is read from either spelling of the rotary embedding.
       hf: the object of config.json.
-      *left_out: fields that keep their defaults.
+      *left_out: fields that keep their defaults, as ``scan_layers`` always does.
 
     Raises:
       ConfigError: a field is missing or wrong.
     """
+    left_out += ("scan_layers",)
     names = [field.name for field in dataclasses.fields(cls) if field.name not in left_out]
     check_nulls(cls, {name: hf[name] for name in names if name in hf})
     read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
@@ -323,7 +324,8 @@ class ModelConfig(EqualHeads):
     """The shape of a Llama, Qwen2 or Qwen3 model. Field names are Hugging Face's.
 
     ``scan_layers`` is ours. False unrolls the layers with separate weights, which is faster on a
-    CPU; True scans over stacked weights, which compiles in seconds for an accelerator.
+    CPU; True scans over the stacked weights of layers that repeat (see ``models/runs.py``), which
+    compiles in seconds for an accelerator.
     ``attention`` is ours too: how a cache is attended over, see ``ATTENTIONS``.
 
     A subclass for another family sets ``architectures``: its model types, and the name of each
@@ -427,7 +429,7 @@ class ModelConfig(EqualHeads):
         if hf["model_type"] == "mistral":  # its own default
             hf = {"num_key_value_heads": 8, **hf}
         hf = {**hf, "model_type": kind}
-        return from_fields(cls, hf, "scan_layers", "attention")
+        return from_fields(cls, hf, "attention")
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""

@@ -185,19 +185,17 @@ def in_panels(
 ) -> dict[str, Any]:
     """Returns the same weights with maps of one input joined, and matrices in panels.
 
-    Embeddings and stacked layers stay as they are, and so does what no line of the table is about
-    and what is in panels already.
+    Embeddings and stacked layers (see ``runs.name_of``) stay as they are, and so does what no line
+    of the table is about and what is in panels already.
 
     Args:
       params: nested dict of weights.
       num_rows: tokens of the passes that they are for.
       table: what is laid out, and how.
     """
-    layers = params.get("layers", {})
-    is_stacked = not all(isinstance(layer, dict) for layer in layers.values())
 
     def panels(name, w):
-        if name == "embed" or (name == "layers" and is_stacked):
+        if name == "embed" or ":" in name:
             return w
         if isinstance(w, dict):
             return in_panels(w, num_rows, table)

@@ -191,7 +191,7 @@ def delta_net(
     check_one_document(window)
     with jax.named_scope("delta"):
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
-        held = whole.layers[index if cache is not None else 0]
+        held = whole.layer(index if cache is not None else 0)
         old, offset = held.window, window.offset
         put = lambda name, new: write(old and getattr(old, name), new, offset)
         raw, z, rate, step = _project(layer, x_BTD, config)
@@ -219,7 +219,7 @@ def delta_net(
         y = rms_norm(y, layer["gate_scale"].astype(f32), config.norm_eps).reshape(B, T, -1)
         y *= jax.nn.silu(z.astype(f32))
         out = linear(y.astype(x_BTD.dtype), layer, "out")
-    return out, cache and whole.put(index, held.replace(window=inputs))
+    return out, cache and whole.with_window(index, inputs)
 
 
 def _project(layer, x_BTD, config):

@@ -6,7 +6,7 @@ Beside the letters of ``shapes.py``, X is the number of routed experts.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,33 @@ import jax.numpy as jnp
 from spec_jax.errors import ConfigError
 from spec_jax.models.specs import ParamSpec, gated_specs
 from spec_jax.sharding import ambient
+
+EXPERTS = ("experts_gate", "experts_up", "experts_down")
+"""Names of the maps of the routed experts."""
+
+
+class OfStack(NamedTuple):
+    """A weight of one layer of a stack, of which only what is read is taken out.
+
+    Attributes:
+      stack: of all layers, along the first axis.
+      place: i32[], of the layer.
+    """
+
+    stack: jax.Array
+    place: jax.Array
+
+    def __getitem__(self, index: jax.Array) -> jax.Array:
+        """Returns some matrices of the layer."""
+        return self.stack[self.place, index]
+
+    def whole(self) -> jax.Array:
+        """Returns all of the layer."""
+        return self.stack[self.place]
+
+
+def _whole(weight):
+    return weight.whole() if isinstance(weight, OfStack) else weight
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
@@ -62,7 +89,7 @@ def mix_experts(
     Returns:
       dtype[B,T,D].
     """
-    experts = tuple(layer[f"experts_{name}"] for name in ("gate", "up", "down"))
+    experts = tuple(layer[name] for name in EXPERTS)
     x, weights = x_BTD.reshape(-1, x_BTD.shape[-1]), weights_BTX.astype(x_BTD.dtype)
     with jax.named_scope("experts"):
         if ambient() is not None:
@@ -71,12 +98,13 @@ def mix_experts(
         return out.reshape(x_BTD.shape)
 
 
-Experts = tuple[jax.Array, jax.Array, jax.Array]  # gate and up dtype[X,D,F], down dtype[X,F,D]
+Expert = jax.Array | OfStack
+Experts = tuple[Expert, Expert, Expert]  # gate and up dtype[X,D,F], down dtype[X,F,D]
 
 
 def mix_all(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
     """Computes all experts for every token dtype[...,D], even those of weight zero."""
-    gate, up, down = experts
+    gate, up, down = map(_whole, experts)
     h = jax.nn.silu(jnp.einsum("...d,xdf->...xf", x, gate)) * jnp.einsum("...d,xdf->...xf", x, up)
     return jnp.einsum("...xf,xfd->...d", h * weights[..., None], down)
 
@@ -122,7 +150,7 @@ def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array
 
 def mix_sorted(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
     """Computes each expert for the tokens that chose it, which stand next to each other."""
-    gate, up, down = experts
+    gate, up, down = map(_whole, experts)
     chosen, ids = jax.lax.top_k(weights, num_chosen)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     rows, sizes = order // num_chosen, jnp.bincount(ids.reshape(-1), length=weights.shape[1])

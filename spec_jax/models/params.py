@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from spec_jax.errors import WeightsError
 from spec_jax.models.cpu_layout import weight
 from spec_jax.models.families import AnyConfig, family_of
+from spec_jax.models.runs import name_of, runs_of, stacks_of
 from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import AxisRules, check_divides, log_whole, named, shardings
 
@@ -107,21 +108,29 @@ def assemble(
 
     Returns:
       A nested dict. Layers are separate, ``params["layers"]["3"]["q"]``, or with
-      ``config.scan_layers`` stacked along a leading axis L, ``params["layers"]["q"]``.
+      ``config.scan_layers`` those that repeat are stacked along a leading axis, and named by
+      their numbers: ``params["layers"]["0:32"]["q"]``, see ``runs.name_of``.
     """
     params: Params = {name: leaf(spec, None) for name, spec in outer_table(config).items()}
     tables = layer_tables(config)
-    if config.scan_layers:
-        params["layers"] = {
-            name: stack([leaf(spec, i) for i in range(len(tables))])
-            for name, spec in tables[0].items()
-        }
-    else:
-        params["layers"] = {
-            str(i): {name: leaf(spec, i) for name, spec in table.items()}
-            for i, table in enumerate(tables)
-        }
+
+    def weights(spec, layers):
+        each = [leaf(spec, i) for i in layers]
+        return stack(each) if len(each) > 1 else each[0]
+
+    params["layers"] = {
+        name_of(layers): {name: weights(spec, layers) for name, spec in tables[layers[0]].items()}
+        for run in runs_of(config)
+        for layers in run
+    }
     return params
+
+
+def layer_weights(config: AnyConfig, params: Params, layer: int) -> dict[str, Any]:
+    """Returns the weights of one layer by name, whether they are stacked or separate."""
+    layers, place = stacks_of(config)[layer]
+    weights = params["layers"][name_of(layers)]
+    return weights if len(layers) == 1 else jax.tree.map(lambda w: w[place], weights)
 
 
 def head_counts(config: Any) -> dict[str, int]:
@@ -145,12 +154,12 @@ def param_shardings(config: AnyConfig, mesh: Mesh, axis_rules: AxisRules | None 
       mesh: the devices.
       axis_rules: by default those of ``sharding.use_axis_rules``.
     """
-    counts = head_counts(config)
+    counts, stacks = head_counts(config), stacks_of(config)
 
     def leaf(spec: ParamSpec, layer):
         axes, shape = spec.axes, spec.shape
-        if layer is not None and config.scan_layers:
-            axes, shape = ("layers", *axes), (config.num_hidden_layers, *shape)
+        if layer is not None and len(stacks[layer][0]) > 1:
+            axes, shape = ("layers", *axes), (len(stacks[layer][0]), *shape)
         return named(axes, shape, mesh, axis_rules, counts)
 
     return assemble(config, leaf, stack=lambda layers: layers[0])
@@ -213,12 +222,13 @@ def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | N
 
     Arrays have the shape of their declaration, even if the parameters are laid out in panels.
     """
-    layers = params["layers"]
     for name, spec, i in declared(config):
-        if i is not None and config.scan_layers:
-            yield spec, i, layers[name][i]
-        else:
-            yield spec, i, weight(params if i is None else layers[str(i)], name)
+        if i is None:
+            yield spec, i, weight(params, name)
+            continue
+        layers, place = stacks_of(config)[i]
+        array = weight(params["layers"][name_of(layers)], name)
+        yield spec, i, array if len(layers) == 1 else array[place]
 
 
 def _time_steps(key, shape):

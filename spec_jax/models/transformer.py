@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.contracts import Cache, ForwardOutput, Model
 from spec_jax.errors import ConfigError
@@ -17,7 +16,9 @@ from spec_jax.models.caches.groups import group_of, with_group
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, init_cache, layer_kinds, places_of
 from spec_jax.models.layers import Window, centred_norms, constrain_logits, embed_tokens, rms_norm
+from spec_jax.models.moe import EXPERTS, OfStack
 from spec_jax.models.params import Params, init_params
+from spec_jax.models.runs import name_of, runs_of
 from spec_jax.sharding import constrain, keep_layout
 
 __all__ = ["forward", "init_cache", "init_params", "logits", "model", "unembed"]
@@ -66,39 +67,32 @@ def forward(
     placed = window_offset, positions, window_mask, begins
     window = Window.after(config, cache, *tokens.shape, *placed)
     x = embed_tokens(params["embed"], tokens)
+    if getattr(config, "residual_in_fp32", False):
+        x = x.astype(jnp.float32)
     kinds = layer_kinds(config)
+    places = places_of(kinds)
     is_centred = getattr(config, "has_zero_centred_norms", False)
     norms_as_factors = centred_norms if is_centred else lambda weights: weights
 
-    def step(kind, weights, x, cache, index):
-        x, cache = kind.layer(norms_as_factors(weights), x, cache, index, window, config)
-        return constrain(x, "batch", None, None), cache
+    def step(layer, weights, x, cache, place):
+        """Runs a layer, which has this place in its group of the cache; returns x and the cache."""
+        kind, (group, _) = kinds[layer], places[layer]
+        weights, own = norms_as_factors(weights), group_of(cache, group)
+        x, own = kind.layer(weights, x, own, place, window, config)
+        return constrain(x, "batch", None, None), with_group(cache, group, own)
 
-    inner = sorted({i for i in taps if i < L})
-    if config.scan_layers:
-        # The states that are read have a place each, and all others the last one.
-        place = np.full(L, len(inner))
-        place[inner] = range(len(inner))
-        held = jnp.zeros((len(inner) + 1, *x.shape), x.dtype) if inner else None
-
-        def body(carry, scanned):
-            x, cache, held = carry
-            layer, index, at = jax.tree.map(keep_layout, scanned[0]), *scanned[1:]
-            if held is not None:
-                held = jax.lax.dynamic_update_index_in_dim(held, x, at, axis=0)
-                held = constrain(held, None, "batch")
-            return (*step(kinds[0], layer, x, cache, index), held), None
-
-        layers = (params["layers"], jnp.arange(L), jnp.asarray(place, jnp.int32))
-        (x, cache, held), _ = jax.lax.scan(body, (x, cache, held), layers)
-        tapped = {i: held[n] for n, i in enumerate(inner)}
-    else:
-        tapped = {}
-        for i, (kind, (group, place)) in enumerate(zip(kinds, places_of(kinds))):
-            if i in inner:
-                tapped[i] = x
-            x, own = step(kind, params["layers"][str(i)], x, group_of(cache, group), place)
-            cache = with_group(cache, group, own)
+    inner, tapped = {i for i in taps if i < L}, {}
+    if cache is not None and config.scan_layers:
+        cache = cache.open_window(tokens.shape[1])  # a loop over layers cannot make room
+    for run in runs_of(config):
+        weights = tuple(params["layers"][name_of(layers)] for layers in run)
+        if len(run[0]) > 1:
+            x, cache, states = _scan(step, run, weights, x, cache, places, inner)
+            tapped |= states
+            continue
+        first = run[0].start
+        tapped |= {first: x} if first in inner else {}
+        x, cache = step(first, *weights, x, cache, places[first][1])
     final = norms_as_factors({"norm": params["final_norm"]})["norm"]
     hidden = rms_norm(x, final, config.rms_norm_eps)
     hidden = hidden.astype(params["embed"].dtype)  # a residual stream may be in float32
@@ -106,6 +100,44 @@ def forward(
     features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
     features = features if features is None else constrain(features, "batch", None, None)
     return ForwardOutput(hidden, cache, features)
+
+
+def _scan(step, run, weights, x, cache, places, inner):
+    """Runs layers that repeat by one loop, whose body is a period of them.
+
+    Returns x, the cache, and the states before the layers of ``inner`` by their numbers.
+    """
+    # The states that are read have a place each, and all others the last one.
+    read = sorted(i for layers in run for i in layers if i in inner)
+    slots = {i: read.index(i) if i in inner else len(read) for layers in run for i in layers}
+    held = jnp.zeros((len(read) + 1, *x.shape), x.dtype) if read else None
+    is_whole = lambda name: cache is not None and name in EXPERTS
+    as_array = lambda numbers: jnp.asarray([*numbers], jnp.int32)
+    scanned = tuple(
+        (
+            {name: w for name, w in own.items() if not is_whole(name)},
+            as_array(places[i][1] for i in layers),
+            as_array(slots[i] for i in layers) if inner.intersection(layers) else None,
+        )
+        for layers, own in zip(run, weights)
+    )
+
+    def body(carry, scanned):
+        x, cache, held = carry
+        period, repeat = scanned
+        for layers, own, (sliced, place, slot) in zip(run, weights, period):
+            if slot is not None:
+                held = jax.lax.dynamic_update_index_in_dim(held, x, slot, axis=0)
+                held = constrain(held, None, "batch")
+            layer = jax.tree.map(keep_layout, sliced)
+            whole = {name: keep_layout(w) for name, w in own.items() if is_whole(name)}
+            layer |= {name: OfStack(w, repeat) for name, w in whole.items()}
+            x, cache = step(layers.start, layer, x, cache, place)
+        return (x, cache, held), None
+
+    repeats = jnp.arange(len(run[0]))
+    (x, cache, held), _ = jax.lax.scan(body, (x, cache, held), (scanned, repeats))
+    return x, cache, {i: held[slots[i]] for i in read}
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:

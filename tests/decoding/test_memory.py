@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import pytest
-from support.tiny_models import QWEN35_MOE
+from support.tiny_models import DEEPSEEK_TARGET, QWEN35_MOE
 
 from spec_jax import decoding
 from spec_jax import planning as plan
@@ -32,6 +32,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import llama
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
+from spec_jax.models.runs import runs_of
 from spec_jax.planning import hlo, traffic
 from spec_jax.planning.work import Setting, Stack
 from spec_jax.rules import make_rule
@@ -235,7 +236,8 @@ def _forward_through_scan(params, tokens, cache, *, window_offset=0, config):
         return x, (one.keys[0], one.values[0])
 
     x = jnp.take(params["embed"], tokens, axis=0)
-    x, (keys, values) = jax.lax.scan(body, x, (params["layers"], cache.keys, cache.values))
+    stack = params["layers"][f"0:{TARGET_LAYERS}"]
+    x, (keys, values) = jax.lax.scan(body, x, (stack, cache.keys, cache.values))
     return ForwardOutput(x, cache.replace(keys=keys, values=values))
 
 
@@ -268,6 +270,30 @@ def test_a_loop_moves_no_cache_of_a_hybrid():
     program, cache_bytes = compile_target(target, 4, SLOTS)
     keys = 4 * SLOTS * target.head_dim
     assert moves_in_loops(program.as_text(), keys) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["hybrid", "latent"])
+def test_a_loop_over_layers_copies_no_stack_of_a_cache(family):
+    """Neither keys nor states; the latest inputs of a convolution are few, and made anew."""
+    settings = dict(vocab_size=VOCAB, max_position_embeddings=SLOTS, scan_layers=True)
+    if family == "hybrid":
+        pattern = ("linear_attention", "linear_attention", "full_attention") * 2
+        target = dataclasses.replace(QWEN35_MOE, num_hidden_layers=6, layer_types=pattern)
+        target = dataclasses.replace(target, num_key_value_heads=4, **settings)
+    else:
+        target = dataclasses.replace(DEEPSEEK_TARGET, num_hidden_layers=6, first_k_dense_replace=2)
+        target = dataclasses.replace(target, **settings)
+    assert len(runs_of(target)) == (1 if family == "hybrid" else 2)
+    program, cache_bytes = compile_target(target, 4, SLOTS)
+    cache = jax.eval_shape(lambda: transformer.init_cache(target, 1, SLOTS))
+    stacks = {x.shape for x in jax.tree.leaves(cache) if x.ndim == 5}
+    assert len(stacks) == (2 if family == "hybrid" else 1)
+    for dims in stacks:
+        moved = moves_in_loops(program.as_text(), math.prod(dims), ("copy", "copy-start"))
+        named = {i.name: i for i in hlo.read(program.as_text()).in_loops()}
+        assert not [name for name in moved if any(x.dims == dims for x in named[name].arrays)]
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,10 +18,12 @@ from spec_jax import DecodeQueue, SpeculativeConfig, SpeculativeDecoder
 from spec_jax.engine.engine import Engine
 from spec_jax.models import transformer
 
+_TYPES = ("linear_attention", "full_attention") * 2
+LOOP = dataclasses.replace(QWEN35_MOE, num_hidden_layers=4, layer_types=_TYPES, scan_layers=True)
 CASES = {
     "one device": (QWEN35, None, None),
     "mesh": (QWEN35, "data:2,tensor:2", None),
-    "mesh, experts, tree": (QWEN35_MOE, "data:2,tensor:2", (2, 1)),
+    "mesh, experts, tree, a loop over layers": (LOOP, "data:2,tensor:2", (2, 1)),
     "mesh, latents, tree": (DEEPSEEK_TARGET, "data:2,tensor:2", (2, 1)),
 }
 
@@ -48,11 +51,12 @@ def test_the_state_of_every_row_equals_a_fresh_prefill(tmp_path, monkeypatch, na
     """After every call of a queue: rows that took the place of others, drafts rejected, chunks."""
     config, on, tree = CASES[name]
     write_with_modules(tmp_path, config)
-    target = spec_jax.load_model(tmp_path, mesh=on)
+    target = spec_jax.load_model(tmp_path, mesh=on, scan_layers=config.scan_layers)
     module = spec_jax.load_draft(tmp_path, target, mesh=on)
     shape = {"num_speculative_tokens": 3} if tree is None else {"tree": tree}
     match = SpeculativeConfig("mtp", rejection_sampling_strategy="match", **shape)
     decoder = SpeculativeDecoder(target, module, match, target_sampler=HOT, prefill_chunk=5)
+    config = dataclasses.replace(config, scan_layers=False)  # an oracle without the loop
     whole, checked, generate = spec_jax.load_model(tmp_path), [], Engine.generate
 
     def generate_and_check(self, *args):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.params import layer_weights
 
 
 def from_target(
@@ -26,10 +27,7 @@ def from_target(
       A dict of the same shapes.
     """
     L, D = config.num_hidden_layers, config.hidden_size
-    if config.scan_layers:
-        last = {name: w[L - 1] for name, w in target["layers"].items()}
-    else:
-        last = target["layers"][str(L - 1)]
+    last = layer_weights(config, target, L - 1)
     output = target["head"] if "head" in target else target["embed"].T
     output = output if ids is None else output[:, ids]
     known = {**last, "norm": target["final_norm"], "head": output, "embed": target["embed"]}

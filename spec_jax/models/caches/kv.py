@@ -8,6 +8,7 @@ are: a masked NaN would still reach whatever attends over it.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -127,6 +128,14 @@ def _slice_slots(cache, slots):
     return jax.lax.optimization_barrier(jnp.concatenate(rows, axis=axis))
 
 
+def zeros(config, num_layers, batch, num_heads, slots, width, *, dtype):
+    """The arrays of all layers, see ``KVCache``."""
+    if config.scan_layers and num_layers > 1:  # the slice of a stack of one is a change of rank
+        return jnp.zeros((num_layers, batch, num_heads, slots, width), dtype)
+    rows = (batch * num_heads,) if ambient() is None else (batch, num_heads)
+    return tuple(jnp.zeros((*rows, slots, width), dtype) for _ in range(num_layers))
+
+
 @flax.struct.dataclass
 class KVCache:
     """Keys and values of every layer. Slots stand next to the head dimension.
@@ -167,13 +176,8 @@ class KVCache:
         copies = head_copies("kv_heads", config.num_key_value_heads)
         G = copies * config.num_key_value_heads
 
-        def zeros(H):
-            if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
-                return jnp.zeros((L, batch, G, slots, H), dtype)
-            rows = (batch * G,) if ambient() is None else (batch, G)
-            return tuple(jnp.zeros((*rows, slots, H), dtype) for _ in range(L))
-
-        keys, values = zeros(config.key_dim), zeros(config.value_dim)
+        make = functools.partial(zeros, config, L, batch, G, slots, dtype=dtype)
+        keys, values = make(config.key_dim), make(config.value_dim)
         attention = getattr(config, "attention", "auto")
         length = jnp.zeros((batch,), jnp.int32)
         return cls(keys, values, length, attention=attention, head_copies=copies)
@@ -198,6 +202,11 @@ class KVCache:
     def slots(self) -> int:
         """S."""
         return self.layer(0)[0].shape[-2]
+
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        """Keys and values of all layers, as they are held."""
+        return self.keys, self.values
 
     def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values of one layer, dtype[B,G,S,H] or dtype[B*G,S,H].

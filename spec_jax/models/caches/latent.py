@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.caches.kv import KVCache, zeros
 from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
-from spec_jax.sharding import ambient, head_copies
+from spec_jax.sharding import head_copies
 
 
 @flax.struct.dataclass
@@ -47,9 +47,7 @@ class LatentCache(KVCache):
         """
         L = config.num_hidden_layers if num_layers is None else num_layers
         copies = head_copies("kv_heads", 1)
-        rows = (batch * copies,) if ambient() is None else (batch, copies)
-        shape = (*rows, slots, config.latent_dim)
-        keys = tuple(jnp.zeros(shape, dtype) for _ in range(L))
+        keys = zeros(config, L, batch, copies, slots, config.latent_dim, dtype=dtype)
         return cls(keys, None, jnp.zeros((batch,), jnp.int32), head_copies=copies)
 
     def axes(self) -> LatentCache:
@@ -58,10 +56,16 @@ class LatentCache(KVCache):
 
     def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys of one layer, which are its values too."""
-        keys = self.keys[index if len(self.keys) > 1 else 0]
-        if keys.ndim == 4:  # else a CPU writes a copy in the shape of the products
+        keys = self.keys[index if self.is_stacked or len(self.keys) > 1 else 0]
+        # Else a CPU writes a copy in the shape of the products; of a stack it takes one anyway.
+        if keys.ndim == 4 and not self.is_stacked:
             keys = jax.lax.optimization_barrier(keys)
         return keys, keys
+
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        """The keys of all layers, which are their values too."""
+        return self.keys, self.keys
 
     def write(
         self, layer: int | jax.Array, keys: jax.Array, values: None, start: jax.Array

@@ -11,6 +11,8 @@ one window, ``open_window`` allocates it first.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -21,11 +23,15 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
 from spec_jax.models.ssm import Inputs, fold
+from spec_jax.sharding import take_of_array
 
 
 @flax.struct.dataclass
 class LayerState:
-    """The committed state of one layer, and its window."""
+    """The committed state of one layer, and its window; or of several, stacked along a first axis.
+
+    ``open_window`` and ``commit`` are for one.
+    """
 
     ssm: jax.Array  # f32[B,N,H,Z]
     conv: jax.Array  # dtype[B,R-1,C], the latest inputs of the convolution
@@ -33,9 +39,24 @@ class LayerState:
 
     def axes(self) -> LayerState:
         """The logical axes of the arrays, see ``sharding``."""
-        heads = P("batch", None, "state_heads")
-        window = Inputs(raw=P("batch"), u=heads, b=P("batch"), log_decay=heads)
-        return LayerState(P("batch", "state_heads"), P("batch"), self.window and window)
+        first = ("layers", "batch") if self.is_stacked else ("batch",)
+        rows, heads = P(*first), P(*first, None, "state_heads")
+        window = Inputs(raw=rows, u=heads, b=rows, log_decay=heads)
+        return LayerState(P(*first, "state_heads"), rows, self.window and window)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether these are several layers."""
+        return self.ssm.ndim == 5
+
+    def insert_row(self, row: int | jax.Array, other: LayerState) -> LayerState:
+        """Replaces row ``row`` by the only row of ``other``."""
+        put = jax.lax.dynamic_update_slice_in_dim
+        return jax.tree.map(lambda full, one: put(full, one, row, self.is_stacked), self, other)
+
+    def take_rows(self, rows: jax.Array) -> LayerState:
+        """Returns the states of the rows i32[P], in their order."""
+        return jax.tree.map(lambda x: take_of_array(x, rows, int(self.is_stacked)), self)
 
     def open_window(self, width: int) -> LayerState:
         """Makes room for a window of ``width`` tokens that several passes fill."""
@@ -66,14 +87,19 @@ class LayerState:
 
 @flax.struct.dataclass
 class StateCache:
-    """The states of all layers, and the number of tokens fed."""
+    """The states of all layers, stacked if the layers are scanned, and the number of tokens fed."""
 
-    layers: tuple[LayerState, ...]
+    layers: tuple[LayerState, ...] | LayerState
     length: jax.Array  # i32[B], tokens fed
 
     @classmethod
     def create(
-        cls, mixer: Any, num_layers: int, batch: int, dtype: DTypeLike = jnp.float32
+        cls,
+        mixer: Any,
+        num_layers: int,
+        batch: int,
+        dtype: DTypeLike = jnp.float32,
+        is_stacked: bool = False,
     ) -> StateCache:
         """Creates the state before any token.
 
@@ -82,23 +108,54 @@ class StateCache:
           num_layers: how many layers have a state.
           batch: B.
           dtype: of the inputs of the convolution.
+          is_stacked: several layers are held in one stack, from which a loop reads.
         """
-        ssm = (batch, mixer.num_heads, mixer.head_dim, mixer.state_size)
-        conv = (batch, mixer.conv_kernel - 1, mixer.conv_dim)
+        first = (num_layers, batch) if is_stacked and num_layers > 1 else (batch,)
+        ssm = (*first, mixer.num_heads, mixer.head_dim, mixer.state_size)
+        conv = (*first, mixer.conv_kernel - 1, mixer.conv_dim)
         layer = lambda: LayerState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
-        return cls(tuple(layer() for _ in range(num_layers)), jnp.zeros((batch,), jnp.int32))
+        layers = layer() if len(first) > 1 else tuple(layer() for _ in range(num_layers))
+        return cls(layers, jnp.zeros((batch,), jnp.int32))
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the layers are stacked in one ``LayerState``."""
+        return isinstance(self.layers, LayerState)
 
     @property
     def slots(self) -> None:
         """None: a state has no slots, so it never runs full and nothing is masked."""
 
-    def put(self, index: int, layer: LayerState) -> StateCache:
-        """Returns the cache with another state for one layer."""
-        return self.replace(layers=(*self.layers[:index], layer, *self.layers[index + 1 :]))
+    def layer(self, index: int | jax.Array) -> LayerState:
+        """Returns the state of one layer; ``index`` may be traced if the layers are stacked."""
+        if not self.is_stacked:
+            return self.layers[index]
+        at = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+        return jax.tree.map(at, self.layers)
+
+    def with_window(self, index: int | jax.Array, window: Inputs) -> StateCache:
+        """Returns the cache with another window of one layer; of stacked layers it is open."""
+        if not self.is_stacked:
+            layer = self.layers[index].replace(window=window)
+            return self.replace(layers=(*self.layers[:index], layer, *self.layers[index + 1 :]))
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        window = jax.tree.map(put, self.layers.window, window)
+        return self.replace(layers=self.layers.replace(window=window))
+
+    def _each(self, function: Callable[[LayerState], LayerState]) -> Any:
+        """What a function makes of every layer, held as the layers are."""
+        is_one = lambda node: isinstance(node, LayerState)
+        function = jax.vmap(function) if self.is_stacked else function
+        return jax.tree.map(function, self.layers, is_leaf=is_one)
 
     def open_window(self, width: int) -> StateCache:
-        """Makes room for a window of ``width`` tokens that several passes fill."""
-        return self.replace(layers=tuple(layer.open_window(width) for layer in self.layers))
+        """Makes room for a window of ``width`` tokens that several passes or layers fill.
+
+        An open window stays as it is.
+        """
+        if jax.tree.leaves(self.layers, is_leaf=lambda x: isinstance(x, LayerState))[0].window:
+            return self
+        return self.replace(layers=self._each(lambda layer: layer.open_window(width)))
 
     def commit(self, n: jax.Array, path: jax.Array | None = None) -> StateCache:
         """Folds ``n`` tokens of the window into the state and forgets the others.
@@ -108,22 +165,33 @@ class StateCache:
           path: i32[B,P], their places in the window, ascending, of which the first n count. None
             if they stand at its front.
         """
-        layers = tuple(layer.commit(n, path) for layer in self.layers)
-        return StateCache(layers, self.length + n)
+        return StateCache(self._each(lambda layer: layer.commit(n, path)), self.length + n)
 
     def insert_row(self, row: int | jax.Array, other: StateCache) -> StateCache:
         """Replaces row ``row`` by the only row of ``other``."""
-        return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
+        is_one = lambda node: isinstance(node, LayerState)
+        put = lambda ours, theirs: ours.insert_row(row, theirs)
+        layers = jax.tree.map(put, self.layers, other.layers, is_leaf=is_one)
+        return StateCache(layers, self.length.at[row].set(other.length[0]))
 
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
         """Returns copies of the committed arrays of every layer, for a snapshot."""
-        copies = lambda name: tuple(jnp.copy(getattr(layer, name)) for layer in self.layers)
+
+        def copies(name):
+            stacked = self.is_stacked and getattr(self.layers, name)
+            each = stacked if self.is_stacked else (getattr(layer, name) for layer in self.layers)
+            return tuple(map(jnp.copy, each))
+
         return {"ssm": copies("ssm"), "conv": copies("conv")}
 
     def with_parts(self, parts: dict[str, tuple[jax.Array, ...]], length: jax.Array) -> StateCache:
         """Returns the cache with copies of the states of ``parts``, and without a window."""
-        layers = zip(map(jnp.copy, parts["ssm"]), map(jnp.copy, parts["conv"]))
-        return StateCache(tuple(LayerState(*layer) for layer in layers), jnp.copy(length))
+        if self.is_stacked:
+            layers = LayerState(jnp.stack(parts["ssm"]), jnp.stack(parts["conv"]))
+        else:
+            pairs = zip(map(jnp.copy, parts["ssm"]), map(jnp.copy, parts["conv"]))
+            layers = tuple(LayerState(*pair) for pair in pairs)
+        return StateCache(layers, jnp.copy(length))
 
     def snapshot(self) -> CacheSnapshot:
         """Returns a copy that outlives the cache, without its window."""

@@ -54,9 +54,9 @@ class BambaConfig(PartialRotary):
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
     has_qk_norm: ClassVar[bool] = False
-    scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
 
@@ -150,7 +150,8 @@ class BambaConfig(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        hf = dataclasses.asdict(self)
+        del hf["rope"], hf["scan_layers"]
         return hf | {
             "rope_parameters": self.rope.to_hf()
             | {"partial_rotary_factor": self.partial_rotary_factor},
@@ -193,6 +194,7 @@ register(
         ],
         layer_tables=layer_tables,
         outer_table=lambda config: outer_specs(config, norm="model.final_layernorm"),
+        can_scan=True,
         has_panels=True,
     )
 )

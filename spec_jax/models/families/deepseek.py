@@ -82,10 +82,10 @@ class DeepseekConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
     num_key_value_heads: ClassVar[int] = 1  # of a cache: one latent serves all query heads
     products_per_slot: ClassVar[int] = 2  # scores and sums take the same numbers of it
-    scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
 
@@ -199,7 +199,8 @@ class DeepseekConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None and n != "rope"}
+        hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None}
+        del hf["rope"], hf["scan_layers"]
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
         router["n_shared_experts"] = self.n_shared_experts
         return {
@@ -385,6 +386,7 @@ register(
         kinds=_kinds,
         layer_tables=layer_tables,
         outer_table=outer_specs,
+        can_scan=True,
         module_layer=one_sparse_layer,
         recycles_normed=True,
         mtp_formats=("DeepSeek",),

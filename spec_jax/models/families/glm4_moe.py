@@ -56,10 +56,10 @@ class Glm4MoeConfig(PartialRotary):
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
     has_output_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
-    scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
 
@@ -108,7 +108,8 @@ class Glm4MoeConfig(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model, without modules."""
-        hf = {name: value for name, value in dataclasses.asdict(self).items() if name != "rope"}
+        hf = dataclasses.asdict(self)
+        del hf["rope"], hf["scan_layers"]
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
             "rope_parameters": self.rope.to_hf() | part,
@@ -145,6 +146,7 @@ register(
         ],
         layer_tables=layer_tables,
         outer_table=outer_specs,
+        can_scan=True,
         module_layer=one_sparse_layer,
         recycles_normed=True,
         mtp_formats=("DeepSeek",),

@@ -62,8 +62,8 @@ class Mamba2Config:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
-    scan_layers: ClassVar[bool] = False
     # Nothing is rotated: the state knows the order of its tokens.
     rope: ClassVar[RopeConfig] = RopeConfig()
     rotary_dim: ClassVar[int] = 0
@@ -119,7 +119,9 @@ class Mamba2Config:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        return dataclasses.asdict(self) | {
+        hf = dataclasses.asdict(self)
+        del hf["scan_layers"]
+        return hf | {
             "eos_token_id": eos_spelling(self.eos_token_id),
             "hidden_act": "silu",
             "model_type": "mamba2",
@@ -198,7 +200,7 @@ def mixer(
     check_one_document(window)
     with jax.named_scope("ssm"):
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
-        held = whole.layers[index if cache is not None else 0]
+        held = whole.layer(index if cache is not None else 0)
         old, offset = held.window, window.offset
         put = lambda name, new: write(old and getattr(old, name), new, offset)
         parts = (config.width, config.width + config.conv_dim)
@@ -227,7 +229,7 @@ def mixer(
         y = y.reshape(B, T, -1) * jax.nn.silu(gate.astype(jnp.float32))
         y = rms_norm(y.reshape(B, T, G, -1), 1.0, config.norm_eps).reshape(B, T, -1)
         out = linear((layer["gate_norm"] * y).astype(x_BTD.dtype), layer, "out")
-    return out, cache and whole.put(index, held.replace(window=inputs))
+    return out, cache and whole.with_window(index, inputs)
 
 
 def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax.Array:
@@ -248,7 +250,7 @@ def init_states(
 ) -> StateCache:
     """Creates the states of ``num_layers`` layers, as ``LayerKind.init_cache`` does."""
     del slots  # a state has none
-    return StateCache.create(config.mixer, num_layers, batch, dtype)
+    return StateCache.create(config.mixer, num_layers, batch, dtype, config.scan_layers)
 
 
 def decoder_layer(
@@ -274,6 +276,7 @@ register(
         layer_tables=layer_tables,
         outer_table=lambda config: outer_specs(config, "backbone.embeddings", "backbone.norm_f"),
         init_cache=init_states,
+        can_scan=True,
         has_panels=True,
     )
 )

@@ -87,11 +87,11 @@ class Qwen35Config(PartialRotary):
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
     norm_topk_prob: ClassVar[bool] = True
     has_zero_centred_norms: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = False
-    scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
 
@@ -149,7 +149,8 @@ class Qwen35Config(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        left_out = ("rope", *(("intermediate_size",) if self.is_sparse else _SPARSE))
+        others = ("intermediate_size",) if self.is_sparse else _SPARSE
+        left_out = ("rope", "scan_layers", *others)
         hf = {n: value for n, value in dataclasses.asdict(self).items() if n not in left_out}
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
@@ -180,6 +181,7 @@ register(
         kinds=kinds_by_type(_feed),
         layer_tables=layer_tables,
         outer_table=lambda config: centred(outer_specs(config)),
+        can_scan=True,
         has_panels=True,
         prefixes={"model.language_model.": "model.", "model.visual.": None},
         module_layer=one_attention_layer,

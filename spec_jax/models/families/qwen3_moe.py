@@ -84,6 +84,7 @@ register(
         layer=pre_norm_layer(attention, mlp),
         layer_tables=lambda config: [layer_table(config)] * config.num_hidden_layers,
         outer_table=outer_specs,
+        can_scan=True,
         has_panels=True,
     )
 )

@@ -126,9 +126,9 @@ class Qwen3NextConfig(PartialRotary):
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
     has_zero_centred_norms: ClassVar[bool] = True
-    scan_layers: ClassVar[bool] = False
 
     __repr__ = short_repr()
 
@@ -174,7 +174,7 @@ class Qwen3NextConfig(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the keys of config.json that ``from_hf`` and transformers read."""
-        left_out = ("rope", *(() if self.has_states else _LINEAR))
+        left_out = ("rope", "scan_layers", *(() if self.has_states else _LINEAR))
         hf = {n: value for n, value in dataclasses.asdict(self).items() if n not in left_out}
         part = {"partial_rotary_factor": self.partial_rotary_factor}
         return hf | {
@@ -336,6 +336,7 @@ register(
         kinds=kinds_by_type(mlp),
         layer_tables=layer_tables,
         outer_table=lambda config: centred(outer_specs(config)),
+        can_scan=True,
         has_panels=True,
         module_layer=one_attention_layer,
         recycles_normed=True,

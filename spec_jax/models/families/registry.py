@@ -45,7 +45,7 @@ class AnyConfig(Protocol):
     eos_token_id: tuple[int, ...]
     rope: RopeConfig
     rotary_dim: int  # number of dimensions of a head that are rotated
-    scan_layers: bool  # the weights of the layers are stacked, and the layers scanned
+    scan_layers: bool  # layers that repeat are stacked, and scanned
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> AnyConfig:
@@ -62,7 +62,7 @@ class LayerKind(NamedTuple):
       layer: ``(weights, x dtype[B,T,D], cache, index, window, config) -> (dtype[B,T,D], cache)``,
         one layer with its residuals. ``window`` is a ``layers.Window``; ``cache`` is that of the
         layers which share ``init_cache``, and None if the tokens are whole sequences; ``index`` is
-        the layer's place among them.
+        the layer's place among them, traced in a loop over layers that repeat.
       init_cache: ``(config, batch, slots, dtype, num_layers) -> Cache`` of so many layers. Layers
         with the same function are one group of the model's cache, see ``models/caches/groups.py``.
     """
@@ -83,7 +83,8 @@ class Family(NamedTuple):
       layer: of the only kind of layers, see ``LayerKind``.
       init_cache: of the only kind of layers, see ``LayerKind``.
       kinds: in place of both, where layers differ: ``(config) -> [LayerKind]``, one a layer.
-      can_scan: the layers are all of one kind and alike, so they may be stacked and scanned.
+      can_scan: layers that repeat may be stacked and scanned, see ``models/runs.py``: the config
+        has a field ``scan_layers``, and layers and their caches take a traced ``index``.
       has_panels: every matrix but ``embed`` is applied by ``layers.linear``, so a CPU may store
         them in panels, see ``models/cpu_layout.py``.
       prefixes: from how names of tensors begin in files to how they begin in the tables; None
@@ -183,10 +184,8 @@ def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp
 def module_layer(config: AnyConfig) -> Any:
     """Returns the config of the one layer of an MTP module for such a model."""
     of_family = family_of(config).module_layer
-    if of_family is not None:
-        return of_family(config)
-    unrolled = {"scan_layers": False} if config.scan_layers else {}
-    return dataclasses.replace(config, num_hidden_layers=1, **unrolled)
+    config = dataclasses.replace(config, scan_layers=False) if config.scan_layers else config
+    return of_family(config) if of_family else dataclasses.replace(config, num_hidden_layers=1)
 
 
 def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
