@@ -394,7 +394,13 @@ def replicate(tree: Any) -> Any:
     return jax.tree.map(constrain, tree)
 
 
-def by_shard(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def by_shard(
+    function: Callable[..., Any],
+    in_axes: Any,
+    out_axes: Any,
+    *,
+    summed: tuple[str, int] | None = None,
+) -> Callable[..., Any]:
     """Returns a function that runs on each device with the device's own part of the arrays.
 
     Without a mesh it is the function itself.
@@ -404,13 +410,21 @@ def by_shard(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Calla
       in_axes: a tuple with the logical axes of each argument: a ``PartitionSpec`` of names, or a
         pytree of them.
       out_axes: of the result.
+      summed: the name and size of a logical axis of arguments, over whose parts the results are
+        added up.
     """
-    if ambient() is None:
+    mesh = ambient()
+    if mesh is None:
         return function
+    over = None if summed is None else spec(summed[:1], summed[1:], mesh)[0]
+
+    def on_part(*args):
+        return jax.lax.psum(function(*args), over)
 
     def run(*args):
         out = jax.eval_shape(function, *args)
-        return _on_shards(function, args, out, tuple(in_axes), out_axes)
+        each = function if over is None else on_part
+        return _on_shards(each, args, out, tuple(in_axes), out_axes)
 
     return run
 

@@ -143,6 +143,9 @@ MUTATIONS = mutants.read("""
     the last chosen expert is left out
         moe.mix_in_turn: is_chosen.sum() -> is_chosen.sum() - 1
         test_every_way_is_the_weighted_sum_of_each_tokens_experts
+    experts of other devices are left out
+        by_shard.on_part: jax.lax.psum(x_, over) -> x_
+        test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows
     gates and their other halves are exchanged
         tensors.unfused: ("gate_proj", "up_proj") -> ("up_proj", "gate_proj")
         test_logits_of_a_directory_written_by_transformers

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.specs import ParamSpec, gated_specs
-from spec_jax.sharding import ambient
+from spec_jax.sharding import ambient, by_shard, spec
 
 EXPERTS = ("experts_gate", "experts_up", "experts_down")
 """Names of the maps of the routed experts."""
@@ -41,6 +42,10 @@ class OfStack(NamedTuple):
 
 def _whole(weight):
     return weight.whole() if isinstance(weight, OfStack) else weight
+
+
+def _axes(weight):
+    return OfStack(P(None, "experts"), P()) if isinstance(weight, OfStack) else P("experts")
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
@@ -77,8 +82,9 @@ def mix_experts(
 
     Only experts that a token of the pass chose are read and computed: one after the other for all
     of its tokens; on a TPU each for the tokens that chose it, and on a GPU copied for each choice
-    while those are few. On a mesh, whose devices each hold some of them, and in the backward pass
-    all experts are computed for all tokens.
+    while those are few. On a mesh each device does so with the experts and the rows that it holds,
+    and the results of the devices that share rows are added up. In the backward pass all experts
+    are computed for all tokens.
 
     Args:
       layer: has the maps of ``experts_table``.
@@ -90,12 +96,24 @@ def mix_experts(
       dtype[B,T,D].
     """
     experts = tuple(layer[name] for name in EXPERTS)
-    x, weights = x_BTD.reshape(-1, x_BTD.shape[-1]), weights_BTX.astype(x_BTD.dtype)
+    B, _, X = weights_BTX.shape
+    mesh = ambient()
+    # Rows are gathered if experts are split over the same axis of the mesh.
+    rows = "batch" if mesh is None or spec(("experts", "batch"), (X, B), mesh)[1] else None
+    in_axes = tuple(map(_axes, experts)), P(rows), P(rows, None, "experts")
+    mix = functools.partial(_mix_rows, num_chosen=num_chosen)
     with jax.named_scope("experts"):
-        if ambient() is not None:
-            return mix_all(experts, x_BTD, weights)
-        out = _mix_chosen(experts, x, weights.reshape(len(x), -1), num_chosen)
-        return out.reshape(x_BTD.shape)
+        run = by_shard(mix, in_axes, P(rows), summed=("experts", X))
+        return run(experts, x_BTD, weights_BTX.astype(x_BTD.dtype))
+
+
+def _mix_rows(experts, x_BTD, weights_BTX, num_chosen):
+    """``mix_experts`` on one device, which may hold fewer experts than a token has."""
+    X, D = weights_BTX.shape[-1], x_BTD.shape[-1]
+    weights = weights_BTX.reshape(-1, X)
+    return _mix_chosen(experts, x_BTD.reshape(-1, D), weights, min(num_chosen, X)).reshape(
+        x_BTD.shape
+    )
 
 
 Expert = jax.Array | OfStack
@@ -149,15 +167,21 @@ def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array
 
 
 def mix_sorted(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
-    """Computes each expert for the tokens that chose it, which stand next to each other."""
+    """Computes each expert for the tokens that chose it, which stand next to each other.
+
+    A token that chose fewer than ``num_chosen`` of these experts has rows of no group, which stand
+    after all others.
+    """
     gate, up, down = map(_whole, experts)
     chosen, ids = jax.lax.top_k(weights, num_chosen)
-    order = jnp.argsort(ids.reshape(-1), stable=True)
-    rows, sizes = order // num_chosen, jnp.bincount(ids.reshape(-1), length=weights.shape[1])
+    ids = jnp.where(chosen != 0, ids, weights.shape[1]).reshape(-1)
+    order = jnp.argsort(ids, stable=True)
+    rows, sizes = order // num_chosen, jnp.bincount(ids, length=weights.shape[1])
     product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes.astype(jnp.int32))
     h = jax.nn.silu(product(x[rows], gate)) * product(x[rows], up)
     out = product(h * chosen.reshape(-1)[order, None], down)
-    return jnp.zeros_like(x).at[rows].add(out)
+    is_chosen = (jnp.arange(len(order)) < sizes.sum())[:, None]
+    return jnp.zeros_like(x).at[rows].add(jnp.where(is_chosen, out, 0))
 
 
 def mix_copied(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:

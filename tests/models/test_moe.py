@@ -9,14 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.meshes import mesh
 
+from spec_jax import sharding
 from spec_jax.models import moe
+from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
+from spec_jax.planning import hlo, traffic
+from spec_jax.planning.work import Setting, Stack
 
 X, D, F, M = 16, 12, 20, 4  # experts, widths, tokens
 
 
-def draw(num_chosen, used=range(X), tokens=M):
-    """Experts, inputs and weights of tokens that choose among ``used``."""
+def draw(num_chosen, used=range(X), tokens=M, fewer=()):
+    """Experts, inputs and weights of tokens that choose among ``used``; some choose fewer."""
     rng = np.random.default_rng(0)
     experts = tuple(
         rng.normal(size=shape).astype(np.float32) / 3 for shape in [(X, D, F)] * 2 + [(X, F, D)]
@@ -25,6 +30,8 @@ def draw(num_chosen, used=range(X), tokens=M):
     weights = np.zeros((tokens, X), np.float32)
     for row in weights:
         row[rng.choice(used, num_chosen, replace=False)] = rng.uniform(0.1, 1, num_chosen)
+    for token, count in fewer:
+        weights[token, np.flatnonzero(weights[token])[count:]] = 0
     return experts, x, weights
 
 
@@ -55,7 +62,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_chosen, tokens", [(2, M), (3, 40)], ids=["few", "many"])
 def test_every_way_is_the_weighted_sum_of_each_tokens_experts(way, num_chosen, tokens):
-    drawn = draw(num_chosen, tokens=tokens)
+    # Of the experts that a device holds a token may have chosen fewer than of all, or none.
+    drawn = draw(num_chosen, tokens=tokens, fewer=[(1, 1), (2, 0)])
     out = WAYS[way](*jax.tree.map(jnp.asarray, drawn), num_chosen)
     np.testing.assert_allclose(out, expected(*drawn), rtol=0, atol=1e-5)
 
@@ -91,3 +99,92 @@ def test_no_copy_of_all_experts_is_made():
     made = re.findall(r"= f32\[16,(?:12,20|20,12)\]\S* ([\w-]+)\(", program.as_text())
     assert made and set(made) <= {"parameter", "get-tuple-element"}, made
     assert program.memory_analysis().temp_size_in_bytes < 8 * D * F * 4  # of one expert, and rows
+
+
+def on_mesh(name, function, *args, rules=sharding.SHARDED):
+    """The function, compiled for experts and rows on a mesh, and its arguments there."""
+    with jax.set_mesh(mesh(name)), sharding.use_axis_rules(rules):
+        put = lambda x, *axes: sharding.place(
+            x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x),
+            sharding.named(axes, x.shape, mesh(name)),
+        )
+        experts, x, weights = args
+        placed = tuple(put(w, "experts") for w in experts), put(x, "batch"), put(weights, "batch")
+        return jax.jit(function).lower(*placed).compile(), placed
+
+
+MESHES = {
+    "both axes": ("data:2,tensor:4", sharding.SHARDED),
+    "one expert a device": ("data:1,tensor:8", sharding.SHARDED),
+    "replicated": ("data:2,tensor:4", sharding.REPLICATED),
+    "experts over the axis of rows": ("data:4,tensor:2", {"batch": "data", "experts": "data"}),
+}
+
+
+@pytest.mark.representatives("both axes", "experts over the axis of rows")
+@pytest.mark.parametrize("name", MESHES)
+def test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows(name):
+    """And of them those that were chosen; tokens may have more experts than a device holds."""
+    on, rules = MESHES[name]
+    used = [1, 4, 5, 9, 11, 12] if "one" not in name else range(X)
+    experts, x, weights = draw(5, used, tokens=8)
+    spoiled = [np.array(w) for w in experts]
+    for w in spoiled:
+        w[np.setdiff1d(np.arange(X), used)] = np.nan
+    rows = lambda array: array.reshape(4, 2, -1)
+    mix_rows = lambda experts, x, weights: moe.mix_experts(
+        dict(zip(("experts_gate", "experts_up", "experts_down"), experts)), x, weights, 5
+    )
+    run, args = on_mesh(on, mix_rows, spoiled, rows(x), rows(weights), rules=rules)
+    found = np.asarray(run(*args)).reshape(8, D)
+    np.testing.assert_allclose(found, expected(experts, x, weights), rtol=0, atol=2e-5)
+
+
+@pytest.mark.exhaustive
+def test_gradients_on_a_mesh_are_those_of_one_device():
+    experts, x, weights = draw(3, tokens=8)
+
+    def loss(experts, x, weights):
+        layer = dict(zip(("experts_gate", "experts_up", "experts_down"), experts))
+        return (moe.mix_experts(layer, x, weights, 3) ** 2).sum()
+
+    grad, rows = jax.grad(loss, argnums=(0, 1, 2)), lambda array: array.reshape(4, 2, -1)
+    args = jax.tree.map(jnp.asarray, (experts, rows(x), rows(weights)))
+    run, placed = on_mesh("data:2,tensor:4", grad, *args, rules=sharding.FULLY_SHARDED)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), run(*placed), grad(*args)
+    )
+
+
+def test_on_a_mesh_a_device_moves_the_experts_of_its_own_that_its_rows_chose():
+    """Read off a loop of rounds: each is read, and copied first, as a CPU takes no slice of a stack
+    (``test_a_round_moves_the_experts_that_its_tokens_chose``); nothing else is as large. The
+    planner counts experts likewise, of those that the device holds.
+    """
+    X, D, F, on = 64, 128, 96, "data:2,tensor:4"
+    one, shape = 4 * 3 * D * F, lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    args = (shape(X, D, F), shape(X, D, F), shape(X, F, D)), shape(8, 1, D), shape(8, 1, X)
+
+    def rounds(experts, x, weights):
+        layer = dict(zip(("experts_gate", "experts_up", "experts_down"), experts))
+        run = lambda x: moe.mix_experts(layer, x, weights, 2)
+        return jax.lax.while_loop(lambda x: (x**2).sum() < 9, run, x)
+
+    program, _ = on_mesh(on, rounds, *args)
+    text = program.as_text()
+    of_round = lambda count: traffic.of_round(hlo.read(text, unknown_trips=count))
+    moved = [of_round(count).hbm_bytes for count in (0, 1, 8)]
+    assert moved[0] < 0.1 * one
+    for count, total in ((1, moved[1]), (8, moved[2])):
+        assert 3 * one * count <= total - moved[0] <= 1.1 * 3 * one * count
+    sums = [c for c in of_round(1).collectives if c.num_bytes > 8]
+    assert [(c.kind, c.num_bytes, c.group) for c in sums] == [("all-reduce", 4 * 4 * D, 4)]
+    products = [n.arrays[0].dims for n in hlo.read(text).in_loops() if n.opcode == "dot"]
+    assert sorted(products) == [(4, F), (4, F), (4, D)]  # of its four rows and one expert
+    assert program.memory_analysis().temp_size_in_bytes < 1.1 * one
+
+    routed = dict(num_experts=X, num_experts_per_tok=2, moe_intermediate_size=F)
+    config = Qwen3MoeConfig(512, D, F, 1, 4, 2, 32, **routed)
+    stack = Stack.of(config, Setting(context=64, mesh=on, dtype="float32"))
+    assert 4 * stack.experts == X // 4 * one
+    assert 4 * stack.experts_read(4) == pytest.approx(X // 4 * (1 - (1 - 2 / X) ** 4) * one)
