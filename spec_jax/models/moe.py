@@ -6,6 +6,8 @@ Beside the letters of ``shapes.py``, X is the number of routed experts.
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,10 +83,10 @@ def mix_experts(
     """Returns the weighted sum of the outputs of each token's experts.
 
     Only experts that a token of the pass chose are read and computed: one after the other for all
-    of its tokens; on a TPU each for the tokens that chose it, and on a GPU copied for each choice
-    while those are few. On a mesh each device does so with the experts and the rows that it holds,
-    and the results of the devices that share rows are added up. In the backward pass all experts
-    are computed for all tokens.
+    of its tokens; on a TPU each for the tokens that chose it, and on a GPU likewise where tokamax
+    is installed, else copied for each choice while those are few. On a mesh each device does so
+    with the experts and the rows that it holds, and the results of the devices that share rows are
+    added up. In the backward pass all experts are computed for all tokens.
 
     Args:
       layer: has the maps of ``experts_table``.
@@ -129,16 +131,28 @@ def mix_all(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _mix_chosen(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
-    is_few = len(x) * num_chosen <= weights.shape[1]
     by = functools.partial
-    return jax.lax.platform_dependent(
-        experts,
-        x,
-        weights,
-        tpu=by(mix_sorted, num_chosen=num_chosen),
-        cuda=by(mix_copied, num_chosen=num_chosen) if is_few else mix_all,
-        default=mix_in_turn,
-    )
+    sort, grouped = by(mix_sorted, num_chosen=num_chosen), _ragged_dot_of_gpu()
+    if grouped is not None:
+        cuda = by(sort, ragged_dot=grouped)
+    elif len(x) * num_chosen <= weights.shape[1]:
+        cuda = by(mix_copied, num_chosen=num_chosen)
+    else:
+        cuda = mix_all
+    return jax.lax.platform_dependent(experts, x, weights, tpu=sort, cuda=cuda, default=mix_in_turn)
+
+
+def _ragged_dot_of_gpu() -> Callable[..., jax.Array] | None:
+    """tokamax's product of groups of rows, if this is a process for GPUs that has it.
+
+    jax's own is dense on a GPU.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return importlib.import_module("tokamax").ragged_dot
+    except ImportError:
+        return None
 
 
 def _forward(experts, x, weights, num_chosen):
@@ -166,7 +180,13 @@ def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array
     return jax.lax.fori_loop(0, is_chosen.sum(), add, jnp.zeros_like(x))
 
 
-def mix_sorted(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
+def mix_sorted(
+    experts: Experts,
+    x: jax.Array,
+    weights: jax.Array,
+    num_chosen: int,
+    ragged_dot: Callable[..., jax.Array] = jax.lax.ragged_dot,
+) -> jax.Array:
     """Computes each expert for the tokens that chose it, which stand next to each other.
 
     A token that chose fewer than ``num_chosen`` of these experts has rows of no group, which stand
@@ -177,7 +197,7 @@ def mix_sorted(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: i
     ids = jnp.where(chosen != 0, ids, weights.shape[1]).reshape(-1)
     order = jnp.argsort(ids, stable=True)
     rows, sizes = order // num_chosen, jnp.bincount(ids, length=weights.shape[1])
-    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes.astype(jnp.int32))
+    product = functools.partial(ragged_dot, group_sizes=sizes.astype(jnp.int32))
     h = jax.nn.silu(product(x[rows], gate)) * product(x[rows], up)
     out = product(h * chosen.reshape(-1)[order, None], down)
     is_chosen = (jnp.arange(len(order)) < sizes.sum())[:, None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,33 @@ def test_an_expert_that_no_token_chose_is_not_computed(way):
         w[np.setdiff1d(np.arange(X), used)] = np.nan
     out = WAYS[way](*jax.tree.map(jnp.asarray, (tuple(spoiled), x, weights)), 2)
     np.testing.assert_allclose(out, expected(experts, x, weights), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [M, 40])
+def test_a_gpu_computes_groups_of_tokens_with_tokamax_and_copies_without_it(monkeypatch, tokens):
+    """As it is lowered for one: a product of groups; without tokamax copies of the experts of few
+    tokens, or all experts.
+    """
+    drawn, calls = jax.tree.map(jnp.asarray, draw(2, tokens=tokens)), []
+
+    def ragged_dot(lhs, rhs, group_sizes, **options):
+        assert not options
+        calls.append((lhs.shape, rhs.shape, group_sizes.shape, group_sizes.dtype))
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+    def lowered():
+        mixed = functools.partial(mix, num_chosen=2)
+        return jax.jit(mixed).trace(*drawn).lower(lowering_platforms=("cuda",)).as_text()
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(ragged_dot=ragged_dot))
+    assert "ragged_dot" in lowered()
+    rows, groups = 2 * tokens, ((X,), jnp.int32)
+    wide, narrow = ((rows, D), (X, D, F), *groups), ((rows, F), (X, F, D), *groups)
+    assert sorted(calls) == sorted([wide, wide, narrow])
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # not installed
+    text = lowered()
+    assert "ragged_dot" not in text and ("gather" in text) == (tokens == M)
 
 
 def test_gradients_are_those_of_all_experts():
