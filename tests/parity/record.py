@@ -42,6 +42,10 @@ LATENT = dict(num_hidden_layers=2, num_key_value_heads=4, q_lora_rank=6, kv_lora
 LATENT |= dict(qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=7, first_k_dense_replace=1)
 LATENT |= dict(n_routed_experts=6, moe_intermediate_size=8, num_experts_per_tok=2, n_group=3)
 LATENT |= dict(topk_group=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.2))
+GLM = dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, n_routed_experts=9)
+GLM |= dict(moe_intermediate_size=8, num_experts_per_tok=3, n_group=3, topk_group=2)
+GLM |= dict(n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.5)
+GLM |= dict(use_qk_norm=True, attention_bias=True, rope_parameters=PART)
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)),
     "llama, biases, llama3": ("Llama", dict(num_hidden_layers=1, **BIASES)),
@@ -54,6 +58,7 @@ MODELS = {
     "qwen3-next": ("Qwen3Next", DELTA_EXPERTS),
     "deepseek, yarn": ("DeepseekV3", LATENT),
     "qwen3, experts": ("Qwen3Moe", dict(ONE_LAYER, head_dim=6, **EXPERTS)),
+    "glm-4.5": ("Glm4Moe", GLM),
 }
 CONFIGS = {f"Qwen3_5{x}": f"Qwen3_5{x}TextConfig" for x in ("", "Moe")}
 PROCESSORS = [
