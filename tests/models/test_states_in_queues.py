@@ -22,6 +22,7 @@ _TYPES = ("linear_attention", "full_attention") * 2
 LOOP = dataclasses.replace(QWEN35_MOE, num_hidden_layers=4, layer_types=_TYPES, scan_layers=True)
 CASES = {
     "one device": (QWEN35, None, None),
+    "one device, latents": (DEEPSEEK_TARGET, None, None),
     "mesh": (QWEN35, "data:2,tensor:2", None),
     "mesh, experts, tree, a loop over layers": (LOOP, "data:2,tensor:2", (2, 1)),
     "mesh, latents, tree": (DEEPSEEK_TARGET, "data:2,tensor:2", (2, 1)),
