@@ -75,7 +75,7 @@ class Model(NamedTuple):
         of drafts it also takes ``window_mask``, bool[B,T,W]: which slots of the window each token
         sees; and beside it ``positions``, i32[B,T], for tokens whose position is not the number of
         tokens that they see before themselves, such as those of a block that see each other.
-      unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that only pad.
+      unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that are padding.
       num_tokens: ids below this number are tokens and the others pad the embedding; None means
         that all ids are tokens.
       open_window: ``(cache, width) -> Cache`` with room for a window of ``width`` tokens, which
@@ -254,11 +254,11 @@ class CatchUp(NamedTuple):
 
 @runtime_checkable
 class Memory(Protocol):
-    """What a drafter has learned from earlier outputs. A shallow copy goes on by itself."""
+    """What a drafter has learned from earlier outputs. A shallow copy learns independently."""
 
     @property
     def params(self) -> Any:
-        """The drafter's parameters, which hold the count of updates that they were read after."""
+        """The drafter's parameters, including the number of updates so far."""
 
     @property
     def num_updates(self) -> int:
@@ -275,7 +275,8 @@ class Drafter(NamedTuple):
       name: the name in messages and reports.
       vocab_size: V; None for a drafter that copies tokens.
       max_length: maximum tokens of a row, prompt and output together; None means unbounded.
-      is_sampled: drafts are drawn from a distribution, ``Proposal.probs``, not deterministic.
+      is_sampled: drafts are sampled from a distribution, ``Proposal.probs``, rather than chosen
+        deterministically.
       init: ``(params, batch, slots) -> state``.
       prefill: ``(params, state, tokens i32[B,T], lengths i32[B], pending i32[B], features) ->
         state``. ``pending`` is the first token of each row, not fed yet, and ``features[:, t]``
@@ -302,12 +303,13 @@ class Drafter(NamedTuple):
         ``Proposal.num_updates``. The count belongs to the memory: it never falls, is saved and
         copied with it, and is read together with it or later, never earlier.
       num_updates: ``(params, state) -> u32[] or u32[B]``, called before ``propose``, whose noise
-        then depends on the count; needed where drafts are drawn, not deterministic.
+        then depends on the count; needed where drafts are sampled.
       find_error: ``(prefix, num_ahead) -> Exception | None``, called on the host for a row with an
-        invalid proposal: what the drafter's Python function raised after this prefix (prompt and
-        output, ids), or after one with up to ``num_ahead`` drafts more. None if it calls none.
-      has_chunks: of prompts that are longer than ``System.prefill_chunk``, ``prefill`` takes this
-        number as its last argument, and feeds them in chunks of so many tokens (see
+        invalid proposal: what the drafter's Python function raised after this prefix (ids of prompt
+        and output), or after the prefix and up to ``num_ahead`` further drafts. None for a drafter
+        without Python functions.
+      has_chunks: for prompts longer than ``System.prefill_chunk``, ``prefill`` takes this number as
+        its last argument, and feeds the prompt in chunks of that many tokens (see
         ``models.chunks.over_chunks``).
       strategy: the acceptance strategy above temperature 0 where a config names none; None:
         "residual" for sampled drafts, "match" for deterministic ones.
@@ -407,10 +409,11 @@ class Rule(NamedTuple):
 
 
 class Processor(NamedTuple):
-    """A logit processor: three pure functions of one row, and the state that they share.
+    """A logit processor: three pure functions of one row, which share a state.
 
     They are called for the target at every node of a round, for the draft at every token that it
-    drafts, and for emitted tokens; ``processors.by_token`` makes them of functions of one token.
+    drafts, and for emitted tokens; ``processors.by_token`` makes a processor from functions of one
+    token.
 
     Attributes:
       name: the name in messages; a row has one processor of a name.
@@ -472,10 +475,10 @@ class Round(NamedTuple):
 
     @property
     def reached(self) -> jax.Array:
-        """i32[B,P], the draft that the rule reached in the place of each emitted token, or -1.
+        """i32[B,P], the draft that the rule reached at the position of each emitted token, or -1.
 
-        It is the token itself or the draft that the token replaces: of several siblings in a tree
-        the first.
+        It is the token itself, or the draft that the token replaces: in a tree the first of the
+        rejected siblings.
         """
         rejected = self.proposal.first_child(self.verdict.last)[:, None]
         drafts = jnp.where(self.is_accepted, self.verdict.tokens, rejected)
@@ -504,11 +507,11 @@ class FirstToken(NamedTuple):
 
 
 class Observer(NamedTuple):
-    """Watches decoding and keeps what it likes, without changing a token.
+    """Watches decoding and keeps a state of its own, without changing a token.
 
-    What it has seen is carried through the loop, through streams, adaptive K and refilled rows, as
-    part of the state. Functions must be pure, and two observers are the same if their functions
-    are: make them once, so that compiled programs are shared.
+    The observer's state is part of the loop's state: it is kept across streams, adaptive K and
+    refilled rows. Functions must be pure. Two observers are equal if their functions are the same
+    objects, so make an observer once: then compiled programs are shared.
 
     Attributes:
       name: the key of what it has seen in ``DecodeState.seen``; of several observers each has one.

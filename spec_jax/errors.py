@@ -50,7 +50,7 @@ class ConfigError(SpecJaxError, ValueError):
 
 
 class ModelNotLoaded(ConfigError):
-    """A path, a config or a model without weights stands where a loaded model is needed."""
+    """A path, a config or a model without weights was given where a loaded model is needed."""
 
 
 class ShapeError(SpecJaxError, ValueError):
@@ -70,16 +70,17 @@ class SnapshotError(SpecJaxError, ValueError):
 
 
 class TrainingError(SpecJaxError, RuntimeError):
-    """Training cannot go on: a loss that is not finite, a checkpoint that cannot be kept or read.
+    """Training cannot go on: a loss that is not finite, a checkpoint that cannot be saved or read.
 
-    What was saved before is whole.
+    Checkpoints that were saved earlier are intact.
     """
 
 
 class Cancelled(SpecJaxError, RuntimeError):
     """A generation was cancelled before its first token.
 
-    One that is cancelled later is no error: it returns what there is, and says so.
+    A generation that is cancelled later is not an error: it returns its tokens so far, with the
+      finish_reason "cancelled".
     """
 
 
@@ -96,11 +97,12 @@ class InvalidRowsError(SpecJaxError, RuntimeError):
 
 
 class InvalidDraftError(InvalidRowsError):
-    """A drafter proposed ids outside of the target's vocabulary, parents that make no tree, or
-    ``Proposal.probs`` that are no distributions; or the function of a ``host_drafter`` raised,
-    whose exception is then the ``__cause__``.
+    """A drafter proposed ids outside of the target's vocabulary, parents that are not a tree, or
+    ``Proposal.probs`` that are not distributions; or the function of a ``host_drafter`` raised an
+    exception, which is then the ``__cause__``.
     """
 
 
 class InvalidVerdictError(InvalidRowsError):
-    """A rule accepted what was not offered, emitted what cannot be, or was not finite."""
+    """A rule accepted a draft that was not offered, emitted a token of probability zero, or
+    returned a number that is not finite."""

@@ -54,26 +54,26 @@ class SpeculativeConfig:
         "dflash2", "dspark" or "treeflash" (heads that draft all tokens in one pass).
       num_speculative_tokens: K, tokens drafted a round; with adaptive K the largest. Leave it
         out where a static tree or buckets settle it.
-      rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0;
-        above it what the drafter names ("block" for heads that draft all tokens in one pass),
-        or else "residual" for a sampled draft and "match" for a deterministic one.
-      adaptive: choose K from chunk to chunk of rounds, for the whole batch, by what was accepted
-        lately and what a round costs; K = 0, plain decoding, included. The distribution of the
-        output stays what it is, and under "greedy" and "match" so do its tokens; under the others
-        the tokens of a seed depend on the Ks. None: K is fixed.
-      confidence_threshold: a row offers no draft after one to which the draft gave less
-        probability, by its raw logits; 0: all K are offered. The drafting passes end where no
-        row goes on. Heads that draft a block decide by an estimate of acceptance that is about the
-        draft itself: their own ("dspark"), or one that each row fits as it decodes; "peagle" goes
-        by the draft's probability. Lossless under every lossless rule.
+      rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0; above it
+        the drafter's own default ("block" for heads that draft all tokens in one pass), or else
+        "residual" for a sampled draft and "match" for a deterministic one.
+      adaptive: choose K anew every few rounds, for the whole batch, from recent acceptance and the
+        measured costs of a round; K may be 0, plain decoding. The output's distribution does not
+        change, and with "greedy" and "match" neither do its tokens; with other rules the tokens of
+        a seed depend on the chosen Ks. None: K is fixed.
+      confidence_threshold: a row stops drafting after a draft whose probability, by the draft
+        model's raw logits, is below this; 0: all K are offered. Drafting passes end when no row
+        continues. Heads that draft a block compare an estimate of the draft's acceptance instead:
+        the head's own ("dspark"), or one that each row fits as it decodes; "peagle" uses the
+        draft's probability. Lossless with every lossless rule.
       synthetic: for benchmarks: accept at given rates, whatever the tokens.
       typical: the threshold of "typical-acceptance".
       tree: draft a tree in place of a chain. K is the number of its nodes.
       ngram: which suffixes "ngram" looks up.
       suffix: how far "suffix" follows a match.
-      config_file: a .yaml, .toml or .json file; all that the other arguments leave out is read
-        from its section ``section_name``. Of records that may be None, an argument replaces the
-        file's as a whole; of the others, field by field.
+      config_file: a .yaml, .toml or .json file; arguments that are not given are read from its
+        section ``section_name``. An argument replaces a whole record of the file if that record may
+        be None, and otherwise only the fields that it names.
       section_name: of the file; None means "speculative".
 
     Raises:
@@ -131,7 +131,7 @@ class SpeculativeConfig:
             raise ConfigError(f"section_name is {self.section_name!r} without a config_file")
 
     def _set_num_draft(self, num_draft: int, because: str) -> None:
-        """Takes K from another field; a K that the caller gave must agree with it."""
+        """Sets K from another field; a K that the caller gave must agree with it."""
         K, default = self.num_speculative_tokens, type(self).num_speculative_tokens
         if K not in (default, num_draft):
             raise ConfigError(f"num_speculative_tokens is {K}; {because}: leave it out")
@@ -221,14 +221,14 @@ class SpeculativeConfig:
         drafter: str | None = None,
         rule: str | None = None,
     ) -> SpeculativeConfig:
-        """Fills in the strategy, and the names of what stands in for method and strategy.
+        """Fills in the strategy, and the names of a custom drafter and rule.
 
         Args:
           temperature: the highest of the target's temperatures in the batch.
           is_sampled: the drafter draws from a distribution.
           default: the drafter's own strategy above temperature 0, if it names one.
-          drafter: the name of the drafter of your own that drafts in place of the method, if any.
-          rule: likewise of the rule that accepts in place of the strategy.
+          drafter: the name of a custom drafter, which replaces the method; None if there is none.
+          rule: the name of a custom rule, which replaces the strategy; None if there is none.
 
         Raises:
           ConfigError: the strategy cannot serve this temperature or this drafter.

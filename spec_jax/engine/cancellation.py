@@ -28,7 +28,7 @@ class CancellationToken:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Cancels; a second time does nothing more."""
+        """Cancels; calling it again has no effect."""
         with self._lock:
             self._times, self._is_cancelled = self._times + 1, True
 
@@ -37,7 +37,8 @@ class CancellationToken:
         self._is_cancelled = False
 
     def watch(self) -> Callable[[], bool]:
-        """Returns a function that says whether the token is cancelled, or was since this call."""
+        """Returns a function that tells whether the token is cancelled, or was cancelled since this
+        call."""
         before = self._times
         return lambda: self._is_cancelled or self._times != before
 
@@ -45,7 +46,7 @@ class CancellationToken:
 class RowCancellation:
     """Which rows of a call are cancelled, by the decoder's token or by the call's own.
 
-    Of several processes the tokens of the first one count.
+    With several processes, the tokens of the first process count.
 
     Args:
       of_decoder: cancels every row.
@@ -88,7 +89,7 @@ class RowCancellation:
         return self._has_own or self._of_decoder.is_exposed
 
     def rows(self) -> list[int]:
-        """The rows that are cancelled by now."""
+        """Returns the rows that are cancelled so far."""
         rows = list(range(self.batch))
         if not self._whole():
             rows = [row for row in rows if self._own[row]()]

@@ -101,9 +101,9 @@ def start(
 class SpeculativeDecoder(Shown):
     """Decodes a target model, faster with a draft, without changing its output distribution.
 
-    Concurrent calls are safe, from threads and from tasks: each has its own state, and returns what
-    it would return alone. Calls in threads run side by side; asynchronous ones take turns, a round
-    each, in one thread that belongs to the decoder.
+    Concurrent calls are safe, from threads and from tasks: each has its own state, and its result
+    does not depend on other calls. Calls from threads run concurrently; asynchronous calls take
+    turns, one round at a time, in one thread that belongs to the decoder.
 
     Args:
       target: from ``load_model``.
@@ -113,25 +113,27 @@ class SpeculativeDecoder(Shown):
         a draft, and plain decoding for a target alone. The samplers and the limit of an
         ``AsyncSpecConfig`` become the decoder's.
       target_sampler: how the target's tokens are drawn; greedy by default.
-      draft_sampler: how drafts are drawn; by default as the target's tokens, and in "dflash" and
-        "peagle" at temperature 0, where a block's independent drafts fit each other best.
-      drafter: a ``Drafter`` of your own in place of the config's method, ``make(target)`` that
-        returns one, or ``module:NAME`` of either; ``draft`` then holds its parameters, if any.
-      rule: a ``Rule`` of your own in place of the config's strategy, a function that returns one,
-        ``module:NAME`` of either, or the name of a rule of the package.
+      draft_sampler: how drafts are drawn; by default like the target's tokens; for "dflash" and
+        "peagle" at temperature 0, where the independent drafts of a block are most consistent.
+      drafter: a custom ``Drafter`` in place of the config's method, a function ``make(target)``
+        that returns one, or ``module:NAME`` of either; ``draft`` then holds its parameters, if any.
+      rule: a custom ``Rule`` in place of the config's strategy, a function that returns one,
+        ``module:NAME`` of either, or the name of a built-in rule.
       has_expected: record the rule's closed-form acceptance beside the measured one.
-      force_n1: check draft and config, and then draft nothing (see ``new_n1``).
-      devices: of draft and target, to draft the next block while the target verifies this one
-        (see ``overlap``); None where they take turns. Sides that share a device take turns too,
-        and a warning says so.
-      timeline: a list that receives what ran when, where the two are overlapped.
+      force_n1: check draft and config, but decode without drafts (see ``new_n1``).
+      devices: separate devices for draft and target, so that the next block is drafted while the
+        target verifies this one (see ``overlap``). None: they take turns. If the two share a device
+        they also take turns, and a warning says so.
+      timeline: a list that receives a ``Span`` for each program that ran, if the two are
+        overlapped.
       mesh: devices to run on together, from ``make_mesh`` or as text, such as "data:2,tensor:4":
-        rows are split over "data", weights and caches over "tensor". None: where the target's
-        weights lie. Where draft and target are apart, ``devices`` has a mesh of each.
+        rows are split over "data", weights and caches over "tensor". None: the devices that hold
+        the target's weights. With ``devices``, each side has a mesh of its own there.
       is_draft_replicated: replicate the draft on its mesh.
-      observers: what watches the rounds, see ``Observer``; ``Generation.seen`` has what they saw.
-      prefill_chunk: tokens of a prompt that are fed in one pass, by default 512. Longer prompts
-        take several, each of which needs memory for so many tokens and not for the whole prompt.
+      observers: functions that watch the rounds, see ``Observer``; their states are in
+        ``Generation.seen``.
+      prefill_chunk: how many tokens of a prompt are fed in one pass, by default 512. Longer prompts
+        take several passes, so the memory of a pass does not grow with the prompt.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
@@ -192,20 +194,20 @@ class SpeculativeDecoder(Shown):
         config: SpeculativeConfig | AsyncSpecConfig | None = None,
         **options: Any,
     ) -> SpeculativeDecoder:
-        """Returns a decoder of the same distribution that runs one token a pass, without drafts.
+        """Returns a decoder of the same distribution that decodes one token per pass.
 
-        It is the oracle for a decoder with the same arguments, which are checked and otherwise
-        ignored: draft, config, and a drafter or rule of your own.
+        Use it as the reference for a speculative decoder with the same arguments. Draft, config,
+        custom drafter and custom rule are checked, and otherwise ignored.
         """
         return cls(target, draft, config, force_n1=True, **options)
 
     def with_parts(self, **parts: Any) -> SpeculativeDecoder:
-        """Returns a decoder of which some parts are others, for tools that examine a decoder.
+        """Returns a copy of the decoder with some parts replaced, for tools that examine a decoder.
 
         The parts are not checked against each other.
 
         Args:
-          **parts: by name, see ``engine.parts.Parts``.
+          **parts: the new parts by name, see ``engine.build.Parts``.
         """
         other = copy.copy(self)
         other._parts = dataclasses.replace(self._parts, **parts)
@@ -217,7 +219,7 @@ class SpeculativeDecoder(Shown):
         """Returns a decoder with other weights, which runs the same compiled programs.
 
         For training: sample, update the weights, and go on sampling without compiling. On a CPU the
-        weights are laid out anew for decoding. What the decoder has learned is shared.
+        weights are laid out again for decoding. What the decoder has learned is shared.
 
         Args:
           target: the target's parameters, nested as ``decoder.target.params``; None: the same.
@@ -245,7 +247,7 @@ class SpeculativeDecoder(Shown):
     def config(self) -> SpeculativeConfig | None:
         """The config with every default filled in; None for plain decoding.
 
-        A drafter or a rule of your own is named in place of the method or the strategy.
+        For a custom drafter or rule, its name is in place of the method or the strategy.
         """
         return self.resolved_config(self.target_sampler)
 
@@ -263,12 +265,12 @@ class SpeculativeDecoder(Shown):
     def stats(self) -> stats.Stats:
         """Counts and times of all calls since ``reset_stats``, cancelled ones included.
 
-        A call is counted when it ends, a row of a ``DecodeQueue`` when it is yielded.
+        A call is counted when it ends; a row of a ``DecodeQueue`` is counted when it is yielded.
         """
         return self._totals.value
 
     def count(self, counted: stats.Stats) -> None:
-        """Adds what was decoded to ``stats``; a ``DecodeQueue`` does so by itself.
+        """Adds counts and times to ``stats``; a ``DecodeQueue`` does this automatically.
 
         Args:
           counted: counts and times.
@@ -284,13 +286,13 @@ class SpeculativeDecoder(Shown):
         """Cancels every call of this decoder; ``reset`` it before the next.
 
         Once this property has been read, every call checks the token after each round. A call that
-        was already running does so within 32 rounds, or as many as it was told to run at once.
+        was already running checks it within 32 rounds, or within its ``rounds_per_sync``.
         """
         self._token.is_exposed = True
         return self._token
 
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
-        """Returns the config as it is used with these samplers of the target.
+        """Returns the config with every default filled in, for these samplers of the target.
 
         Raises:
           ConfigError: the strategy cannot serve their temperature.
@@ -298,13 +300,13 @@ class SpeculativeDecoder(Shown):
         return self._parts.resolved_config(samplers)
 
     def system(self, samplers: Samplers | None = None) -> decoding.System:
-        """Returns what is compiled for these samplers: target, drafter, rule and K."""
+        """Returns the system that is compiled for these samplers: target, drafter, rule and K."""
         return self._parts.system(self.target_sampler if samplers is None else samplers)
 
     def engine(
         self, samplers: Samplers | None = None, observers: tuple[Observer, ...] = ()
     ) -> Engine:
-        """Returns what runs one generation: ``prefill``, ``insert`` and ``generate`` on arrays.
+        """Returns an engine for one generation: ``prefill``, ``insert`` and ``generate`` on arrays.
 
         Args:
           samplers: of the target; by default the decoder's.
@@ -321,7 +323,7 @@ class SpeculativeDecoder(Shown):
         return self.engine().params(batch)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of a text, of ids or of a conversation, checked.
+        """Returns the ids of a prompt (a text, ids or a conversation), after checking them.
 
         Raises:
           PromptError: an empty prompt, text without a tokenizer, or an id outside of the
@@ -354,47 +356,48 @@ class SpeculativeDecoder(Shown):
         """Decodes one prompt, or a batch of them at once.
 
         Rows finish, stream and are cancelled independently. A row's tokens depend on its prompt,
-        its sampler and its seed, not on the other rows, and the same seed gives the same text,
-        with one exception: under rules other than "greedy" and "match", adaptive K and drafters
-        that remember earlier outputs ("suffix", a ``host_drafter`` with ``num_updates``) draft by
-        what they have learned, so the text changes, but not its distribution. After each update
-        the row's noise is new, so a seed may be used again. The first call of a new decoder with a
-        fixed K gives the same text each time; adaptive K also depends on measured times. All this
-        holds up to rounding: where two logits nearly tie, mostly in bfloat16, another size of the
-        batch, or speculative in place of plain decoding, may take the other token, since a program
-        of other shapes rounds in another order. ``experiments.decode`` reports whether
-        rounding explains such a row.
+        its sampler and its seed, not on the other rows, and the same seed gives the same text, with
+        two exceptions. First, with rules other than "greedy" and "match", adaptive K and drafters
+        that remember earlier outputs ("suffix", a ``host_drafter`` with ``num_updates``) depend on
+        what they have learned, so the text may change, but not its distribution. A seed may be
+        reused: the row's noise is new after each update. The first call of a new decoder with a
+        fixed K always gives the same text; adaptive K also depends on measured times. Second,
+        rounding: where two logits nearly tie, mostly in bfloat16, another batch size, or
+        speculative instead of plain decoding, may choose the other token, because a program of
+        other shapes rounds in another order. ``experiments.decode`` reports whether rounding
+        explains such a row.
 
         Args:
           prompts: a text, its ids, or a conversation; or a list of these.
           max_new_tokens: maximum output tokens of a row, 128 by default. This is what vLLM and
             OpenAI call max_tokens, a name that is refused here.
-          messages: in place of prompts: a conversation ``[{"role": "user", "content": "Hi"}]``,
-            or a list of them. The target's chat template makes prompts of them.
-          max_length: maximum tokens of a row, prompt and output together, as a model's own
-            ``max_length``; in place of max_new_tokens.
+          messages: in place of prompts: a conversation ``[{"role": "user", "content": "Hi"}]``, or
+            a list of them. The target's chat template turns them into prompts.
+          max_length: maximum tokens of a row, prompt and output together; in place of
+            max_new_tokens.
           stop: strings at which a row ends; the text is cut before them.
           stop_tokens: ids at which a row ends; by default the target's own.
-          sampler: in place of the decoder's, one for all rows or one a row.
+          sampler: replaces the decoder's; one for all rows or a list with one per row.
           draft_sampler: likewise.
-          seeds: of each row, for target and draft; by default the samplers' own, plus the
-            row's index where one sampler serves all rows.
+          seeds: one per row, for target and draft; by default the samplers' own, plus the row's
+            index if one sampler serves all rows.
           on_token: called with text as it becomes final, after prefill and after each round:
             ``on_token(piece)``, for a batch ``on_token(row, piece)``. A piece never ends inside a
             character; a row's pieces join to its text. An error that it raises ends the call and
             reaches the caller.
-          cancellation_token: cancels the call, or one token a row, in addition to the decoder's
-            own token. What was decoded is returned, with the finish_reason "cancelled".
+          cancellation_token: a token that cancels the call, or a list of one per row, in addition
+            to the decoder's own token. The tokens so far are returned, with the finish_reason
+            "cancelled".
           rounds_per_sync: rounds between two checks of tokens and cancellation; by default 1
             if the call streams or can be cancelled, 8 for stop strings, else 32.
           pad_to: make room for prompts of at least this many tokens, so that calls with
             different prompts share one compiled program.
           logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
-          num_samples: rows of each prompt, which the target is fed once for all of them. They
-            stand one after the other, and differ by their seeds, as any rows do; what is given a
-            row, such as seeds, is given for each of them.
-          has_progress: show the tokens decoded and the time that is left. None: on a terminal or in
-            a notebook, for non-streaming calls longer than two seconds.
+          num_samples: outputs of each prompt, which is prefilled once for all of them. They are
+            adjacent rows with different seeds; arguments per row, such as seeds, have one entry for
+            each output.
+          has_progress: show the number of decoded tokens and the time left. None: only on a
+            terminal or in a notebook, for non-streaming calls longer than two seconds.
 
         Returns:
           A ``Generation``, or a list of them in the order of the prompts; with num_samples a list.
@@ -404,9 +407,9 @@ class SpeculativeDecoder(Shown):
           ConfigError: an invalid option, or messages that the chat template refuses.
           Cancelled: every row was cancelled before its first token. (Where only some rows were,
             those return without tokens.)
-          InvalidDraftError: the drafter proposed an id outside of the vocabulary, or
-            distributions that are none, or the function of a ``host_drafter`` raised; the error
-            carries every row's result.
+          InvalidDraftError: the drafter proposed an id outside of the vocabulary or invalid
+            distributions, or the function of a ``host_drafter`` raised; the error holds the results
+            of all rows.
           InvalidVerdictError: likewise, the rule returned an inconsistent Verdict.
         """
         refuse_options(unknown, self.generate)
@@ -433,12 +436,13 @@ class SpeculativeDecoder(Shown):
         max_new_tokens: int | None = None,
         **options: Any,
     ) -> Stream:
-        """Streams the text of ``generate``: an iterator, and an asynchronous one.
+        """Streams the text of ``generate``; returns an iterator for ``for`` and ``async for``.
 
         It takes the arguments of ``generate`` except on_token.
 
         Raises:
-          PromptError, ConfigError: at once; other errors of ``generate`` come with a piece.
+          PromptError, ConfigError: raised by this call; other errors of ``generate`` are raised
+            while iterating.
         """
         refuse_options(options, self.stream, NAMES)
         return self._stream(prompts, max_new_tokens, GenerateOptions(**options), True)
@@ -478,22 +482,22 @@ class SpeculativeDecoder(Shown):
         logprobs: bool = False,
         **unknown: Never,
     ) -> float:
-        """Compiles what calls with such prompts need, so that they compile nothing.
+        """Compiles ahead of time the programs that calls with such prompts need.
 
-        It prefills and decodes a round; with adaptive K it also compiles and times every K.
-        Statistics, past outputs and acceptance are left as they are, but a ``host_drafter`` is
-        called and may learn. Programs are shared: lengths up to 16, 32, 64, ... need one prefill,
-        and any number of new tokens that fits the same multiple of 128 slots one round.
+        It prefills and decodes one round; with adaptive K it also compiles and times every K.
+        Statistics, past outputs and measured acceptance do not change, but a ``host_drafter`` is
+        called and may learn. Programs are shared: prompt lengths are rounded up to 16, 32, 64, ...,
+        and the slots for prompt and output together to a multiple of 128.
 
         Args:
-          prompt_lengths: tokens of the longest prompt of a call; of several calls, all of them.
+          prompt_lengths: the length of a call's longest prompt, or a list of one for each call.
           max_new_tokens: as in ``generate``, like all arguments below.
           max_length: in place of max_new_tokens.
           batch: prompts that are decoded together.
           num_samples: rows of each prompt, as in ``generate``.
-          sampler: which features it uses is compiled in; their values are not.
+          sampler: the features that it uses are compiled in; their values are not.
           draft_sampler: likewise.
-          stop_tokens: how many there are is compiled in.
+          stop_tokens: their number is compiled in.
           pad_to: as in ``generate``.
           logprobs: whether the calls return log-probabilities.
 
@@ -550,7 +554,7 @@ class SpeculativeDecoder(Shown):
     def row_cancellation(
         self, of_call: CancellationToken | Sequence[CancellationToken] | None, batch: int
     ) -> RowCancellation:
-        """Which rows are cancelled, by this decoder's token or by the call's own."""
+        """Returns which rows are cancelled, by this decoder's token or by the call's own."""
         return RowCancellation(self._token, of_call, batch)
 
     def output_limits(
@@ -566,7 +570,7 @@ class SpeculativeDecoder(Shown):
 
 
 def _like(params: Any, present: Any, name: str) -> Any:
-    """Returns parameters where the present ones lie.
+    """Returns parameters on the devices of the present ones.
 
     Raises:
       ConfigError: they differ from the present ones in names, shapes or dtypes.

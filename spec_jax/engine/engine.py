@@ -24,7 +24,7 @@ from spec_jax.sharding import log_once, whole_rows
 
 
 class Engine:
-    """Runs requests on the device; the session of a call and the queue both drive one.
+    """Runs requests on the device, for the session of a call or for a queue.
 
     An engine serves one generation. With adaptive K it keeps the lag of that generation's draft.
 
@@ -33,10 +33,10 @@ class Engine:
       target: the weights of the target.
       draft: the weights of the draft, or None.
       history: past outputs that a suffix drafter copies from, or None.
-      adaptive: costs and acceptance that K is chosen by; None: K is fixed.
-      loop: what decodes: ``decoding``, or an ``overlap.Overlap``.
+      adaptive: the costs and acceptance from which K is chosen; None: K is fixed.
+      loop: the module ``decoding``, or an ``overlap.Overlap``.
       is_fallback: drafts were asked for, and the target cannot rewind (see ``Stats``).
-      mesh: where the weights lie and the programs run; None: on the device of the weights.
+      mesh: the devices of the weights and programs; None: the one device of the weights.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
         return 0 if self._loop is decoding else self.system.num_draft - 1
 
     def params(self, batch: int | None = None, num_draft: int | None = None) -> dict[str, Any]:
-        """Returns ``{"target": ..., "draft": ...}``, laid out for this many rows.
+        """Returns ``{"target": ..., "draft": ...}``, laid out for ``batch`` rows.
 
         Args:
           batch: rows that are decoded together; None: any number, as in prefill.
@@ -114,7 +114,7 @@ class Engine:
     def insert(
         self, state: DecodeState, row: int, prefix: DecodeState, index: int = 0
     ) -> DecodeState:
-        """Puts row ``index`` of a prefilled request in the place of row ``row``.
+        """Replaces row ``row`` by row ``index`` of a prefilled request.
 
         Donates the state.
         """
@@ -151,12 +151,12 @@ class Engine:
             return self._runner(*args)
 
     def _program(self, what: str, of: Request | DecodeState, *sizes: Any) -> NamedProgram:
-        """Names what runs next, for ``Stats.compile_s`` and for who waits for it."""
+        """Names the next program, for ``Stats.compile_s`` and for progress."""
         samplers = jax.tree.structure((of.sampler, of.draft_sampler))
         return NamedProgram(what, self.system, samplers, of.stop_tokens.shape, *sizes)
 
     def read(self, state: DecodeState, row: int | None = None) -> Record:
-        """Copies what all rows have produced, or one of them, so that the state may be donated."""
+        """Copies the output of all rows, or of one, so that the state may be donated."""
         with use_mesh(self.mesh):
             if row is None:
                 return decoding.read_rows(state)

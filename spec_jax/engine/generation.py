@@ -1,7 +1,7 @@
 """What a prompt produced: its text, where each token came from, and what went wrong.
 
-A faulty row's ``finish_reason`` names who was at fault. Numbers that went wrong in a model are
-logged. What only wrong code can do, in a drafter or in a rule, is an error.
+The ``finish_reason`` of a faulty row names the model, drafter or rule at fault. Logits that are not
+finite are logged as a warning; invalid results of a drafter or a rule raise an error.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Trace:
     Attributes:
       kinds: of each token: "first", "accepted", "corrected" or "bonus".
       offered: drafts offered by the round that begins at each token, else -1.
-      rejected: the id of the draft that each corrected token replaces, else -1. Where a tree had
-        several at this place, it is the first of them.
-      expected: the rule's closed-form acceptance of the draft at each place that was reached, else
-        NaN; empty if it was not recorded.
+      rejected: the id of the draft that each corrected token replaces, else -1. In a tree it is the
+        first of the rejected siblings.
+      expected: the rule's closed-form acceptance of each draft that was reached, else NaN; empty if
+        it was not recorded.
       prompt: the last ids of the prompt.
       tokenizer: turns ids into text, or None.
     """
@@ -65,7 +65,7 @@ class Trace:
         prompt: np.ndarray,
         tokenizer: Tokenizer | None,
     ) -> Trace:
-        """Makes the trace of a row from its record, on the host.
+        """Makes the trace of a row from its record.
 
         Args:
           kind, offered, rejected, expected: of the output tokens, see ``decoding.DecodeState``.
@@ -163,18 +163,18 @@ class TokenLogprobs(NamedTuple):
 class Generation(Shown):
     """What one prompt produced; ``str`` of it is its text.
 
-    A notebook shows its tokens in colour, by where they came from.
+    A notebook shows its tokens in colour: accepted drafts, corrections, bonus tokens.
 
     Attributes:
       text: the output without the prompt, or None without a tokenizer. The text of a cancelled row
-        ends with a whole character, while ``tokens`` may hold the beginning of another.
+        ends with a whole character, even if ``tokens`` end inside one.
       tokens: the output's ids, a stop token included.
-      finish_reason: "stop_token", "stop_string", "length", "cancelled", or what went wrong:
-        "nan_target", "nan_draft", "invalid_draft", "invalid_draft_probs", "invalid_verdict".
+      finish_reason: "stop_token", "stop_string", "length", "cancelled", or a fault: "nan_target",
+        "nan_draft", "invalid_draft", "invalid_draft_probs", "invalid_verdict".
       stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
       trace: where each token came from, and which drafts were rejected.
-      logprobs: of each token, if they were asked for.
-      seen: what the decoder's observers saw, by their names: the arrays of this row.
+      logprobs: log-probabilities of each token, if ``logprobs=True`` was given; else None.
+      seen: the states of the decoder's observers for this row, by the observers' names.
     """
 
     text: str | None
@@ -217,7 +217,7 @@ class Generation(Shown):
 
 
 def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
-    """Turns one row's record, on the host, into a ``Generation``.
+    """Turns the record of one row into a ``Generation``.
 
     Args:
       record: of the row alone.
@@ -256,7 +256,7 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int)
 
 
 def describe_fault(finish: Finish, system: System, raised: Exception | None = None) -> str | None:
-    """Returns what went wrong, in a sentence without its end; None for a row that ended well.
+    """Describes what went wrong, without a final full stop; None for a row without a fault.
 
     Args:
       finish: why the row ended.
@@ -288,7 +288,7 @@ def describe_fault(finish: Finish, system: System, raised: Exception | None = No
 def error_of(
     rows: Sequence[Any], system: System, prefixes: Sequence[Sequence[int]], num_ahead: int = 0
 ) -> Exception | None:
-    """Returns the error that a call raises because of its rows, and logs other faults.
+    """Returns the error that a call should raise for its rows, and logs other faults.
 
     Args:
       rows: every ``Generation`` of the call.
@@ -332,7 +332,7 @@ def error_of(
 def find_raised(
     finish: Finish, system: System, prefix: Sequence[int], num_ahead: int = 0
 ) -> Exception | None:
-    """Returns what a drafter's Python function raised and so ended a row, or None.
+    """Returns the exception of a drafter's Python function that ended a row, or None.
 
     Args:
       finish: why the row ended.

@@ -44,7 +44,7 @@ Numbered = tuple[int, Prompt]
 
 
 class Usage(NamedTuple):
-    """Counts of row-rounds: a round of B rows is B of them; those of active rows are useful."""
+    """Counts of row-rounds: a round of B rows counts B, and the active rows are useful."""
 
     row_rounds: int = 0
     useful: int = 0
@@ -59,7 +59,7 @@ class Usage(NamedTuple):
 
 
 class DecodeQueue:
-    """Decodes a stream of prompts: an iterator of ``(index, Generation)`` in the order they finish.
+    """Decodes a stream of prompts; iterates over ``(index, Generation)`` in order of completion.
 
         prompts = ["def parse_args(", "class Stack:", "import os"]
         for index, row in spec_jax.DecodeQueue(decoder, prompts, batch=2):
@@ -69,43 +69,42 @@ class DecodeQueue:
     decoder's ``prefill_chunk`` is fed in chunks, between which the other rows decode. A prompt's
     result depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ...
     and one sampler the results equal those of ``decoder.generate`` on all of the prompts, unless
-    drafter or K learn from rows that have finished (see there). Rows that end by a fault are
-    yielded with its name as their ``finish_reason``.
+    the drafter or adaptive K learn from finished rows (see ``generate``). Rows that end with a
+    fault are yielded; their ``finish_reason`` names it.
 
-    An error of ``prompts``, or of a prompt that cannot be decoded, is raised after the running rows
-    have finished and were yielded; so is the InvalidDraftError of a ``host_drafter`` whose function
-    raised. An error of decoding itself is raised after the rows that had finished before it were
-    yielded.
+    If the iterator ``prompts`` raises, a prompt is invalid, or the function of a ``host_drafter``
+    raises, the running rows are finished and yielded before the error is raised. If decoding itself
+    raises, the rows that had finished before are yielded first.
 
-    Rows are counted in ``decoder.stats`` when they are yielded. Its ``decode_s`` runs until the
-    rounds have ended, and so holds what the caller does with a row meanwhile.
+    Rows are counted in ``decoder.stats`` when they are yielded. Its ``decode_s`` ends when the
+    rounds end, so it includes the time that the caller spends on a row meanwhile.
 
     Args:
       decoder: target, draft and rule.
-      prompts: texts, ids or conversations, as ``generate`` takes them, which are numbered from 0;
-        or all of them tuples of an index and a prompt. They are pulled as rows become free, at most
-        two batches ahead of what is yielded.
-      batch: B, rows decoded together; fewer where there are fewer prompts.
-      max_prompt_tokens: length of the longest prompt to come; sets the number of slots. None: all
-        prompts of a list are encoded at once to find out; an iterator needs the number.
+      prompts: texts, ids or conversations, as in ``generate``, which are numbered from 0; or tuples
+        of an index and a prompt. They are pulled as rows become free, at most two batches ahead of
+        the yielded results.
+      batch: B, rows decoded together; fewer if there are fewer prompts.
+      max_prompt_tokens: length of the longest prompt to come; sets the number of slots. None: found
+        by encoding all prompts of a list; an iterator needs the number.
       max_new_tokens: maximum output tokens of a row; by default the limit of the decoder's config,
         else 128.
       max_length: maximum tokens of a row, prompt and output together; in place of max_new_tokens.
       stop_tokens: ids at which a row ends; by default the target's own.
-      sampler: in place of the decoder's: one, or several that take turns; ``sampler_of``
-        says which one a prompt has, seed included.
+      sampler: replaces the decoder's: one, or several that are used in turn; ``sampler_of`` returns
+        the sampler and seed of a prompt.
       draft_sampler: likewise.
-      cancellation_token: ends the queue, beside the decoder's own token: no more prompts are
-        pulled, and the rows that are running are yielded as they are, with the finish_reason
-        "cancelled". A prompt that is still being fed is dropped, as if it had not been pulled.
+      cancellation_token: ends the queue, in addition to the decoder's own token: no more prompts
+        are pulled, and the running rows are yielded with their tokens so far and the finish_reason
+        "cancelled". A prompt that is still being fed is dropped.
       logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
 
     Raises:
       ConfigError: an invalid number, samplers that the rule cannot serve, a decoder that overlaps
         drafting, or an iterator of prompts without ``max_prompt_tokens``.
       PromptError: prompts is a single prompt, or the longest prompt and its output exceed what
-        target or draft can hold; from the iterator, a prompt is longer or no prompt; its index is
-        named.
+        target or draft can hold; or a prompt of the iterator is longer or invalid; the message has
+        its index.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class DecodeQueue:
 
     @property
     def tail(self) -> Usage:
-        """Row-rounds since then, in which finished rows idle."""
+        """Row-rounds since the queue was found empty, in which finished rows are idle."""
         return self._tail
 
     def __iter__(self) -> Iterator[tuple[int, Generation]]:
@@ -274,9 +273,9 @@ class DecodeQueue:
     def _insert(
         self, state, taken: dict[int, _Request], is_alone: bool = True
     ) -> decoding.DecodeState:
-        """Prefills the new prompts of rows together, and puts them in their places.
+        """Prefills the new prompts of rows together, and inserts them.
 
-        Long prompts are fed later, by ``_feed``, unless no other row decodes.
+        Long prompts are fed later, by ``_feed``, unless no other row is decoding.
         """
         is_late = lambda ids: not is_alone and len(ids) > self._engine.system.prefill_chunk
         groups = self._together(taken, is_late)
@@ -299,24 +298,25 @@ class DecodeQueue:
             state = self._timed("prefill_s", self._engine.insert, state, row, prefix, index)
         return state
 
-    def _feed(self, state, taken: dict[int, _Request]) -> tuple[decoding.DecodeState, bool]:
-        """Feeds a chunk of the prompts that wait, or more of them until any row can decode.
+    def _feed(self, state, rows: dict[int, _Request]) -> tuple[decoding.DecodeState, bool]:
+        """Feeds one chunk of the waiting prompts, or more until any row can decode.
 
         Returns:
-          The state, and whether the queue is cancelled. Then what waits leaves ``taken``, unfed.
+          The state, and whether the queue is cancelled; if so, waiting rows are removed from
+          ``rows``.
         """
         while not (is_over := bool(self._cancellation.rows())) and self._feeding:
-            rows, steps = self._feeding[0]
+            fed, steps = self._feeding[0]
             prefix = self._timed(
                 "prefill_s", lambda steps=steps: jax.block_until_ready(next(steps))
             )
             if prefix is not None:
                 del self._feeding[0]
-                state = self._put(state, rows, prefix)
-            if len(self._waiting) < len(taken):
+                state = self._put(state, fed, prefix)
+            if len(self._waiting) < len(rows):
                 break
         for row in self._waiting if is_over else ():
-            del taken[row]
+            del rows[row]
         self._feeding = [] if is_over else self._feeding
         return state, is_over
 
@@ -330,8 +330,8 @@ class DecodeQueue:
     ) -> list[list[int]]:
         """The rows whose prompts can be prefilled in one call.
 
-        A target that cannot rewind, and so cannot forget padding, takes prompts of one length; and
-        no prompt waits for others that are fed late.
+        A target that cannot rewind cannot discard padding, so its prompts have one length. Prompts
+        that are fed later are grouped apart, so that no other prompt waits for them.
         """
         can_pad, groups = self._engine.system.target.can_rewind, {}
         for row, (_, ids) in taken.items():
@@ -340,7 +340,7 @@ class DecodeQueue:
         return list(groups.values())
 
     def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function and adds its time to the decoder's, compilation apart."""
+        """Calls a function and adds its time, with compilation apart, to the decoder's."""
         with Timed() as timed:
             result = function(*args)
         self._decoder.count(Stats(compile_s=timed.compile_s, **{name: timed.run_s}))
@@ -382,10 +382,10 @@ class DecodeQueue:
 
 
 def _round_up(count: int, batch: int, mesh: Mesh | None) -> int:
-    """Returns how many rows are prefilled in place of ``count``.
+    """Returns how many rows to prefill for ``count`` prompts, so that few numbers compile.
 
-    One row is prefilled alone. More are a power of two, at most a batch, for each device along the
-    axis "data" of a mesh, so that every group of devices has its own.
+    One prompt is prefilled alone. Otherwise each device along the axis "data" of a mesh gets the
+    same power of two, at most its share of a batch.
     """
     if count == 1:
         return 1
@@ -395,11 +395,11 @@ def _round_up(count: int, batch: int, mesh: Mesh | None) -> int:
 
 
 def _numbered(prompts: Iterable[Prompt | Numbered]) -> Iterator[Numbered]:
-    """Yields an index and a prompt for each item: as it is given, or counted from 0.
+    """Yields an index and a prompt for each item; the index is the given one, or counted from 0.
 
     Raises:
-      PromptError: at once, ``prompts`` is a single prompt or nothing to iterate over; later, only
-        some of the prompts have an index.
+      PromptError: ``prompts`` is a single prompt or is not iterable; while iterating, only some of
+        the prompts have an index.
     """
     if not isinstance(prompts, Iterable):
         raise PromptError(
@@ -435,14 +435,14 @@ def _is_pair(item: Sequence[Any]) -> bool:
 
 
 def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:
-    """Returns the sampler of a queue's prompt: several take turns, and seeds count up."""
+    """Returns the sampler of a queue's prompt: samplers are used in turn, and seeds count up."""
     configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
     config = configs[index % len(configs)]
     return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
 
 
 def _in_turn(samplers: Samplers, vocab_size: int) -> Callable[[Sequence[int]], Sampler]:
-    """Returns a map from prompt indices to sampler rows; all use what any of them uses."""
+    """Returns a map from prompt indices to sampler rows, which share all compiled features."""
     configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
     table = jax.tree.map(np.asarray, make_sampler(configs, len(configs), vocab_size))
 

@@ -34,9 +34,10 @@ _EVERY_S = 5.0  # between two lines where there is no bar
 class Session:
     """One call of a decoder, from prefill to the result.
 
-    The caller advances it with ``step()``. Text that has become final is then in ``pieces``, and
-    rows that were cancelled have ended. ``close`` ends every row where it is. Both may be called
-    from any thread and take turns. When the last row has ended, the session is done and counted.
+    The caller advances it with ``step()``. After a step, ``pieces`` holds the text that has become
+    final, and cancelled rows have ended. ``close`` ends all rows. Both may be called from any
+    thread; they take turns. When the last row has ended, the session is done and its statistics are
+    counted.
 
     Args:
       engine: runs the rounds.
@@ -44,7 +45,7 @@ class Session:
       tracker: follows the text.
       cancellation: says which rows are cancelled.
       totals: gets the statistics of the call when it ends.
-      rounds_per_sync: rounds of a step; None: chosen by who streams or may cancel.
+      rounds_per_sync: rounds of a step; None: 1 if the call streams or can be cancelled, else more.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Session:
         return int((self._request.limits - self._request.lengths).sum())
 
     def progress(self) -> tuple[int, int]:
-        """Returns output tokens so far and rows that run; one that ended counts as full."""
+        """Returns the output tokens so far, ended rows counted as full, and the running rows."""
         if self._chunk is None:
             return 0, len(self._ending)
         is_running = np.asarray(self._chunk.finish) == Finish.RUNNING
@@ -128,7 +129,7 @@ class Session:
         return self._rows
 
     def _prepare(self, is_closing: bool) -> int | None:
-        """How many rounds this step runs; None where it runs no program but prefill."""
+        """Returns how many rounds this step runs; None if it only prefills."""
         if is_closing:
             if self._state is None:
                 self._error = Cancelled("the generation was closed before its first token")
@@ -220,7 +221,7 @@ class Session:
 def watched(
     session: Session, has_progress: bool | None, is_streamed: bool
 ) -> Iterator[Callable[[], None]]:
-    """Yields a function that shows how far a session is, to be called after each of its steps.
+    """Yields a function that shows the progress of a session, to be called after each step.
 
     Args:
       session: what is run.

@@ -12,8 +12,8 @@ Conventions.
              rows counts B a pass.
   drafted    drafts offered in those rounds, by position; a row may offer fewer than K.
   reached    drafts whose predecessors were all accepted; the rule never looks at later ones.
-  n1_fallbacks  rows decoded one token a pass although drafts were asked for, because the target
-             cannot undo a rejected token; ``force_n1`` asks for none.
+  n1_fallbacks  rows decoded one token a pass although a draft was given, because the target
+             cannot undo a rejected token; rows under ``force_n1`` are not counted.
   tau        mean acceptance length: tokens emitted a round, the target's own included, so
              1 + accepted drafts.
   compile_s  time in which programs were compiled, or read from the compilation cache: once for

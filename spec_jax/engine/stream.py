@@ -19,18 +19,19 @@ _END = object()
 
 
 class Stream:
-    """Pieces of text, as they become final: ``for piece in stream`` or ``async for``.
+    """Iterates over pieces of text as they become final, with ``for`` or ``async for``.
 
     For one prompt a piece is a string; for a batch it is ``(row, text)``. A piece never ends inside
-    a character, and a row's pieces join to its final text. Rounds run when a piece is asked for:
-    ``for`` runs them in the caller's thread, ``async for`` in the decoder's own thread, so that the
-    event loop stays free. (jax's context managers do not reach that thread: set a precision with
-    ``jax.config.update``.) Nothing runs between two pieces, so a stream may be abandoned at any
-    time; closing it (``with``, ``async with``, ``close``, ``aclose``) counts what it has decoded.
+    a character, and a row's pieces join to its final text. Rounds run when the next piece is
+    requested: ``for`` runs them in the caller's thread, ``async for`` in the decoder's own thread,
+    so that the event loop stays free. (Context managers of jax have no effect in that thread: set a
+    precision with ``jax.config.update``.) Nothing runs between two requests, so a stream may be
+    dropped at any time; closing it (``with``, ``async with``, ``close``, ``aclose``) adds its
+    tokens to the statistics.
 
-    A task that is cancelled while it waits for a piece ends the stream after that round. Closing
-    an event loop does not: no piece is lost, and another loop, or a plain ``for``, may continue.
-    Callers that ask at the same time take turns; each piece is returned once.
+    A task that is cancelled while it waits for a piece ends the stream after that round. Closing an
+    event loop does not: no piece is lost, and another loop, or a plain ``for``, may continue.
+    Concurrent callers take turns, and each piece is returned once.
     """
 
     def __init__(self, session: Session, worker: Executor, *, is_single: bool):
@@ -68,7 +69,7 @@ class Stream:
     def drain(
         self, on_token: OnToken | None = None, has_progress: bool | None = None
     ) -> Generation | list[Generation]:
-        """Runs to the end, hands every piece to ``on_token``, and returns ``result``."""
+        """Runs to the end, calls ``on_token`` with every piece, and returns ``result``."""
         with self, watched(self._session, has_progress, on_token is not None) as look:
             while (piece := self._take()) is not _END:
                 if piece is None:
@@ -121,7 +122,7 @@ class Stream:
         return piece
 
     def _take(self):
-        """The next piece, ``_END`` after the last one, or None where a step must run first."""
+        """Returns the next piece, ``_END`` after the last one, or None if a step must run first."""
         if self._is_closed:
             return _END
         if self._is_interrupted:

@@ -338,7 +338,7 @@ def test_an_empty_queue_yields_nothing():
 CHANGES = [
     ({"batch": 0}, ConfigError, "batch is 0; expected an integer of 1 or more"),
     ({"max_prompt_tokens": 0}, ConfigError, "max_prompt_tokens is 0"),
-    ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones make 80"),
+    ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones are 80"),
     ({"sampler": []}, ConfigError, "the list of sampler configs is empty"),
     ({"prompts": None}, PromptError, "prompts is None; expected a list or an iterator"),
 ]

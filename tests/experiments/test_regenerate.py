@@ -177,7 +177,7 @@ CHANGES = [
     ({"temperatures": (-1.0,)}, "temperature is -1.0; expected 0 or more"),
     ({"tests_share": 2.0}, r"a number in \[0, 1\]"),
     ({"dtype": "int8"}, "float32, bfloat16"),
-    ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones make 72"),
+    ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones are 72"),
     ({"rule": "typical-acceptance"}, "changes the target's distribution; use a lossless one"),
     ({"rule": "match", "draft": ""}, "none without a draft"),
     ({"draft": "no/such"}, "neither a directory nor a zoo name"),
