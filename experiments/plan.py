@@ -95,13 +95,18 @@ def check_devices(topology: Topology, mesh: str) -> None:
         )
 
 
-def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]]:
-    """Yields every combination of training steps to plan."""
+def subjects(config: ConfigDict) -> tuple[Any, Any, Any, list[Topology]]:
+    """Returns the target, the draft or None, the draft only if it is a head, and the topologies."""
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
     is_head = draft is not None and kind_of_draft(draft).head is not None
-    head = draft if is_head else None
     topologies = [Topology.parse(name) for name in config.topology.split(",")]
+    return target, draft, draft if is_head else None, topologies
+
+
+def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]]:
+    """Yields every combination of training steps to plan."""
+    target, _, head, topologies = subjects(config)
     cli.require_positive(config, "num_steps")
     sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "length"))
     for topology, batch, length in sizes:
@@ -126,10 +131,7 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
 
 def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob]]:
     """Yields every combination of prompts to plan; each is as long as the cache has slots."""
-    target = find_config(config.target)
-    draft = find_draft(config.draft, target, config.draft_vocab_size)
-    is_head = draft is not None and kind_of_draft(draft).head is not None
-    topologies = [Topology.parse(name) for name in config.topology.split(",")]
+    target, _, head, topologies = subjects(config)
     what = "for prefill, which is planned by compiling for TPUs alone"
     cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
     is_tpu = all(topology.is_tpu for topology in topologies)
@@ -144,13 +146,13 @@ def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob
             topology,
             plan.PrefillJob(
                 target=target,
-                draft=draft if is_head else None,
-                num_draft=1 if is_head else 0,
+                draft=head,
+                num_draft=0 if head is None else 1,
                 batch=batch,
                 slots=slots,
                 mesh=mesh,
                 dtype=config.dtype,
-                is_draft_replicated=config.is_draft_replicated and is_head,
+                is_draft_replicated=config.is_draft_replicated and head is not None,
                 prefill_chunk=chunk,
             ),
         )
@@ -160,8 +162,7 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
     """Yields every combination to plan, plain decoding before its drafts."""
     not_sharded = "False to decode: weights are split over the axis tensor alone"
     cli.require(not config.is_fully_sharded, config, "is_fully_sharded", not_sharded)
-    target = find_config(config.target)
-    draft = find_draft(config.draft, target, config.draft_vocab_size)
+    target, draft, _, topologies = subjects(config)
     drafted = shapes(config, draft)
     largest = max((k for k, tree in drafted if tree is None), default=0)
     if acceptance.tree and (not config.tree or acceptance.tree != config.tree.replace(",", "x")):
@@ -170,11 +171,7 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
             f"--config.tree={acceptance.tree}, or a row of a chain"
         )
     tokens = acceptance.tokens(largest)
-    sizes = itertools.product(
-        map(Topology.parse, config.topology.split(",")),
-        numbers(config, "batch"),
-        numbers(config, "slots"),
-    )
+    sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "slots"))
     for topology, batch, slots in sizes:
         job = plan.Job(
             target=target,

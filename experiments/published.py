@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from experiments.planning.plan_report import OVERHEADS_MS
 from experiments.run import cli, plots, report
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.models.config import ModelConfig
@@ -208,9 +209,6 @@ _DRAFTS = {
 _BLOCK_ROUNDS = {"dflash": _block_round, "dspark": functools.partial(_block_round, has_markov=True)}
 
 
-OVERHEADS_MS = (0.0, 0.3, 1.0)  # assumed for each pass, beside its floor
-
-
 class PredictedPair(NamedTuple):
     """A row beside its prediction.
 
@@ -283,7 +281,7 @@ def summarise(comparisons: Sequence[PredictedPair]) -> dict[str, Any]:
 
 
 _SUMMARY = ("group", "pairs", "median error", "largest", "correlation")
-_BIASES = ("bias", *(f"at {ms:g} ms a pass" for ms in OVERHEADS_MS[1:]))
+_BIASES = ("bias", *(f"at {ms:g} ms a pass" for ms in OVERHEADS_MS))
 
 
 def run(workdir: str | pathlib.Path | None) -> dict:
@@ -301,7 +299,7 @@ def run(workdir: str | pathlib.Path | None) -> dict:
     for name, of_group in summary.items():
         of_group["bias_by_overhead_ms"] = {
             ms: summarise([compare(c.row, ms / 1e3) for c in groups[name]])["bias"]
-            for ms in OVERHEADS_MS
+            for ms in (0.0, *OVERHEADS_MS)
         }
     plain = [c for c in found if c.row.plain_tok_s]
     sections = [

@@ -1,15 +1,15 @@
 """Randomness by name.
 
 Every draw is keyed by what it is for, never by how many were made before it, by the row's
-slot or by the batch: by (request, stream, position) for the match rule and plain decoding,
-by (request, stream, start of the round, node) for every other rule. A request is its seed.
+slot or by the batch: by (request, purpose, position) for the match rule and plain decoding,
+by (request, purpose, start of the round, node) for every other rule. A request is its seed.
 Keys are threefry keys, whose draws do not depend on how they are batched.
 
-Where drafts, or K, depend on earlier outputs, the noise that judges them must be independent of
-the noise that made those outputs, also if a request has the same seed. So whatever learns counts
-its updates, and the counts that a row has read so far enter its keys. A round that reads the state
-after c updates depends only on rounds that had read fewer than c, whose keys were others. While
-nothing has been learned the keys are those of a row that has nothing to read.
+Where drafts, or K, depend on earlier outputs, the noise of the acceptance rule must be independent
+of the noise that produced those outputs, even if two requests have the same seed. So everything
+that learns counts its updates, and the counts that a row has read so far enter its keys. A round
+that reads the state after c updates depends only on rounds that had read fewer than c updates, and
+those had other keys. As long as nothing has been learned, the keys are those without learning.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 
-class Stream(enum.IntEnum):
-    """What a draw is for; streams never share a key. At most 8: see ``pack``."""
+class Purpose(enum.IntEnum):
+    """What a draw is for; two purposes never share a key. At most 8: see ``pack``."""
 
     TARGET = 0  # tokens of plain decoding and of the match rule, by position
     DRAFT = 1
@@ -29,27 +29,27 @@ class Stream(enum.IntEnum):
     REPLACE = 3  # the token after the accepted drafts, residual or bonus
 
 
-def pack(stream: Stream, node: jax.Array | int | None) -> jax.Array:
-    """Returns a word u32[...] of its own for every stream and node below 2**28, or none."""
+def pack(purpose: Purpose, node: jax.Array | int | None) -> jax.Array:
+    """Returns a distinct word u32[...] for each purpose and node (None, or below 2**28)."""
     number = jnp.uint32(0) if node is None else jnp.asarray(node).astype(jnp.uint32) + 1
-    return number * 8 + jnp.uint32(stream)
+    return number * 8 + jnp.uint32(purpose)
 
 
 def keys(
     seed: jax.Array,
-    stream: Stream,
+    purpose: Purpose,
     position: jax.Array,
     node: jax.Array | int | None = None,
     learned: jax.Array | None = None,
 ) -> jax.Array:
     """Returns one key a row, by one block of threefry.
 
-    Seed, stream and node are the words of the block's key and the position its counter, so no
+    Seed, purpose and node are the words of the block's key and the position its counter, so no
     two names meet in one block.
 
     Args:
       seed: u32[B], the request.
-      stream: what the draw is for.
+      purpose: what the draw is for.
       position: i32[B], of the token, or where the round starts.
       node: i32[B] or i32[], of a draw that the round makes for each node; None: there is one.
       learned: u32[B,C], updates that the row has read, of each source (see ``Sampler.learned``);
@@ -58,14 +58,14 @@ def keys(
     Returns:
       key[B].
     """
-    words = jnp.stack(jnp.broadcast_arrays(seed, pack(stream, node)), axis=-1)
+    words = jnp.stack(jnp.broadcast_arrays(seed, pack(purpose, node)), axis=-1)
     named = jax.random.wrap_key_data(words, impl="threefry2x32")
     row_keys = jax.vmap(jax.random.fold_in)(named, jnp.broadcast_to(position, seed.shape))
     return row_keys if learned is None else jax.vmap(_fold_in_counts)(row_keys, learned)
 
 
 def _fold_in_counts(key: jax.Array, counts: jax.Array) -> jax.Array:
-    """A key of its own for all counts u32[C] but zeros, which leave the key as it is."""
+    """Folds counts u32[C] into a key; counts of zero leave the key unchanged."""
     for source in range(len(counts)):
         number = counts[source] * len(counts) + source  # no two sources share a number
         key = jnp.where(counts[source] > 0, jax.random.fold_in(key, number), key)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from spec_jax import rng
-from spec_jax.rng import Stream
+from spec_jax.rng import Purpose
 
 SEEDS = jnp.asarray([3, 0, 2**32 - 1, 7], jnp.uint32)
 
@@ -24,8 +24,8 @@ def test_a_draw_does_not_depend_on_slot_batch_size_or_company():
     position = jnp.asarray([4, 9, 1, 0])
     draw = jax.jit(
         lambda s, p: (
-            rng.gumbel(rng.keys(s, Stream.TARGET, p), 6),
-            rng.uniform(rng.keys(s, Stream.ACCEPT, p), 6),
+            rng.gumbel(rng.keys(s, Purpose.TARGET, p), 6),
+            rng.uniform(rng.keys(s, Purpose.ACCEPT, p), 6),
         )
     )
     whole = draw(SEEDS, position)
@@ -36,25 +36,25 @@ def test_a_draw_does_not_depend_on_slot_batch_size_or_company():
 
 
 def test_jit_and_traced_indices_change_nothing():
-    expected = data(SEEDS, Stream.DRAFT, jnp.arange(4), 2)
-    traced = jax.jit(lambda s, i, n: jax.random.key_data(rng.keys(s, Stream.DRAFT, i, n)))
+    expected = data(SEEDS, Purpose.DRAFT, jnp.arange(4), 2)
+    traced = jax.jit(lambda s, i, n: jax.random.key_data(rng.keys(s, Purpose.DRAFT, i, n)))
     np.testing.assert_array_equal(traced(SEEDS, jnp.arange(4), jnp.int32(2)), expected)
 
 
 def test_every_name_has_a_key_of_its_own():
-    """Seeds, streams, positions, (start, node) pairs and their order."""
+    """Seeds, purposes, positions, (start, node) pairs and their order."""
     names = {}
-    for stream, start in itertools.product(Stream, (0, 1, 2, 300)):
-        names[stream, start] = data(SEEDS, stream, start)
+    for purpose, start in itertools.product(Purpose, (0, 1, 2, 300)):
+        names[purpose, start] = data(SEEDS, purpose, start)
         for node in (0, 1, 2, 300):
-            names[stream, start, node] = data(SEEDS, stream, start, node)
+            names[purpose, start, node] = data(SEEDS, purpose, start, node)
     keys = np.concatenate(list(names.values()))
     assert len(np.unique(keys, axis=0)) == len(names) * len(SEEDS)
 
 
 NAMES = st.tuples(
     st.integers(0, 2**32 - 1),
-    st.sampled_from(Stream),
+    st.sampled_from(Purpose),
     st.integers(0, 2**31 - 1),
     st.none() | st.integers(0, 2**28 - 1),
 )
@@ -65,39 +65,39 @@ NAMES = st.tuples(
 def test_names_are_packed_without_loss(names):
     """The words of key and counter tell a name back, so equal words mean equal names."""
     words = [(seed, int(rng.pack(s, node)), position) for seed, s, position, node in names]
-    for (seed, stream, position, node), (key, word, counter) in zip(names, words):
+    for (seed, purpose, position, node), (key, word, counter) in zip(names, words):
         number, code = divmod(word, 8)
-        assert (key, Stream(code), counter) == (seed, stream, position)
+        assert (key, Purpose(code), counter) == (seed, purpose, position)
         assert (number - 1 if number else None) == node
     assert len(set(words)) == len(names)
 
 
-def test_streams_are_fixed_numbers():
-    assert max(Stream) < 8  # ``pack`` has no room for more
-    assert {s.name: int(s) for s in Stream} == {"TARGET": 0, "DRAFT": 1, "ACCEPT": 2, "REPLACE": 3}
+def test_purposes_are_fixed_numbers():
+    assert max(Purpose) < 8  # ``pack`` has no room for more
+    assert {s.name: int(s) for s in Purpose} == {"TARGET": 0, "DRAFT": 1, "ACCEPT": 2, "REPLACE": 3}
 
 
 def test_draws_are_the_same_on_every_version():
     """Recorded values: a change here changes what every seed has ever produced."""
-    row = rng.keys(jnp.asarray([1234], jnp.uint32), Stream.TARGET, jnp.asarray([17]))
+    row = rng.keys(jnp.asarray([1234], jnp.uint32), Purpose.TARGET, jnp.asarray([17]))
     assert jax.random.key_data(row).tolist() == [[1860844284, 2962732898]]
-    node = rng.keys(jnp.asarray([1234], jnp.uint32), Stream.DRAFT, jnp.asarray([17]), 3)
+    node = rng.keys(jnp.asarray([1234], jnp.uint32), Purpose.DRAFT, jnp.asarray([17]), 3)
     assert jax.random.key_data(node).tolist() == [[598844885, 3394926836]]
     np.testing.assert_allclose(rng.gumbel(row, 3), [[2.996663, -1.1851393, 1.6687585]], rtol=1e-5)
     np.testing.assert_allclose(rng.uniform(row, 3), [[0.9512737, 0.03796303, 0.8282163]], rtol=1e-6)
 
 
 def test_the_default_generator_does_not_matter():
-    expected = rng.uniform(rng.keys(SEEDS, Stream.ACCEPT, 5), 4)
+    expected = rng.uniform(rng.keys(SEEDS, Purpose.ACCEPT, 5), 4)
     with jax.default_prng_impl("rbg"):
-        np.testing.assert_array_equal(rng.uniform(rng.keys(SEEDS, Stream.ACCEPT, 5), 4), expected)
+        np.testing.assert_array_equal(rng.uniform(rng.keys(SEEDS, Purpose.ACCEPT, 5), 4), expected)
 
 
 @pytest.mark.parametrize(
     ("draw", "expected"), [(rng.uniform, stats.uniform), (rng.gumbel, stats.gumbel_r)]
 )
 def test_draws_match_their_distribution_within_and_across_keys(draw, expected):
-    keys = rng.keys(jnp.full(400, 5, jnp.uint32), Stream.ACCEPT, jnp.arange(400))
+    keys = rng.keys(jnp.full(400, 5, jnp.uint32), Purpose.ACCEPT, jnp.arange(400))
     x = np.asarray(draw(keys, 50))
     assert x.dtype == np.float32 and x.shape == (400, 50) and np.isfinite(x).all()
     for sample in (x.ravel(), x[:, 0]):
@@ -107,5 +107,5 @@ def test_draws_match_their_distribution_within_and_across_keys(draw, expected):
 
 
 def test_uniforms_stay_below_one():
-    x = np.asarray(rng.uniform(rng.keys(SEEDS, Stream.ACCEPT, 0), 50_000))
+    x = np.asarray(rng.uniform(rng.keys(SEEDS, Purpose.ACCEPT, 0), 50_000))
     assert x.min() >= 0 and x.max() < 1

@@ -71,7 +71,7 @@ def test_draft_and_target_share_one_vocabulary(models):
 def test_held_out_text_is_predicted_and_the_draft_agrees(models):
     """Coarse bounds: the modules differ a little between versions of Python."""
     target, draft = models.values()
-    text = tokens.pack(target.tokenizer, python_source.documents("held_out"))
+    text, _ = tokens.pack(target.tokenizer, python_source.documents("held_out"))
     windows = jnp.asarray([text[i : i + 257] for i in range(0, len(text) - 257, 25 * 256)])
     run = jax.jit(transformer.logits, static_argnames="config")
     p, q = (run(m.params, windows[:, :-1], config=m.config) for m in (target, draft))

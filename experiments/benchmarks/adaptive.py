@@ -46,7 +46,7 @@ def coined(drafter: Drafter) -> Drafter:
     def propose(params, state, context: Context, num_draft: int):
         proposal, state = drafter.propose(params["draft"], state, context, num_draft)
         seed, length = context.sampler.seed, context.length
-        coin = lambda i: rng.uniform(rng.keys(seed, rng.Stream.DRAFT, length, i), 1)[:, 0]
+        coin = lambda i: rng.uniform(rng.keys(seed, rng.Purpose.DRAFT, length, i), 1)[:, 0]
         coins = jax.vmap(coin, out_axes=1)(jnp.arange(num_draft))
         n_draft = jnp.cumprod(coins < params["rate"], axis=1).sum(axis=1)
         return proposal.replace(n_draft=n_draft.astype(jnp.int32)), state

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from experiments.run.plots import panels, whole_numbers
 from spec_jax.show.tables import table
 
-_OVERHEADS_MS = (0.3, 1.0)  # assumed for each pass, beside its floor
+OVERHEADS_MS = (0.3, 1.0)  # assumed for each pass, beside its floor
 _HEADER = (
     "topology",
     "mesh",
@@ -27,7 +27,7 @@ _HEADER = (
     "floor ms",
     "tok/s",
     "speed-up",
-    *(f"at {ms:g} ms" for ms in _OVERHEADS_MS),
+    *(f"at {ms:g} ms" for ms in OVERHEADS_MS),
     "CPU s",
 )
 
@@ -155,7 +155,7 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
         row += ["-", known[0], "-", known[1], "-"]
     row.append(f"{cell['floor_s'] * 1e3:.2f}" if analytic else "-")
     is_predicted = cell["tok_s"] is not None
-    gains = [speedup(cell, cells, ms) for ms in (0.0, *_OVERHEADS_MS)]
+    gains = [speedup(cell, cells, ms) for ms in (0.0, *OVERHEADS_MS)]
     speed = [f"{cell['tok_s']:,.0f}", *(f"{gain:.2f}" for gain in gains)] if is_predicted else None
     row += speed or ["-"] * (1 + len(gains))
     row.append(f"{compiled['cpu_s']:.0f}" if compiled else "-")

@@ -53,7 +53,7 @@ class Corpus(NamedTuple):
         Raises:
           ConfigError: The tokenizer has no token that separates documents.
         """
-        packed, starts = tokens.pack_with_starts(tokenizer, documents)
+        packed, starts = tokens.pack(tokenizer, documents)
         return cls(name, packed, starts=starts, counts=counts)
 
     def num_windows(self, length: int) -> int:

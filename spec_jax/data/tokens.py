@@ -85,12 +85,7 @@ def separator_id(tokenizer: Tokenizer, token: str | None = None) -> int:
     return index
 
 
-def pack(tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]) -> np.ndarray:
-    """Returns the tokens of ``pack_with_starts`` alone."""
-    return pack_with_starts(tokenizer, documents)[0]
-
-
-def pack_with_starts(
+def pack(
     tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Concatenates documents, with ``separator_id`` before each and at the end.

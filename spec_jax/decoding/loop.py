@@ -229,7 +229,7 @@ def init_state(
     if sampler.temperature is None:
         first = argmax(processed)
     else:
-        keys = rng.keys(sampler.seed, rng.Stream.TARGET, lengths)
+        keys = rng.keys(sampler.seed, rng.Purpose.TARGET, lengths)
         first = sample(processed, rng.gumbel(keys, V))
     empty = jnp.zeros((B, slots), jnp.int32)
     state = DecodeState(

@@ -310,15 +310,15 @@ def round_noise(
     """
     B, depth = start.shape[0], num_draft if depth is None else depth
 
-    def keys(stream, position):
-        return rng.keys(sampler.seed, stream, position, learned=sampler.learned)
+    def keys(purpose, position):
+        return rng.keys(sampler.seed, purpose, position, learned=sampler.learned)
 
     if rule.is_coupled:
-        at = lambda i: rng.gumbel(keys(rng.Stream.TARGET, start + 1 + i), vocab_size)
+        at = lambda i: rng.gumbel(keys(rng.Purpose.TARGET, start + 1 + i), vocab_size)
         make = lambda: jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
         shape = (B, depth + 1, vocab_size)
     else:
-        make = lambda: rng.gumbel(keys(rng.Stream.REPLACE, start), vocab_size)[:, None]
+        make = lambda: rng.gumbel(keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
         shape = (B, 1, vocab_size)
     gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
-    return Noise(rng.uniform(keys(rng.Stream.ACCEPT, start), num_draft), gumbel)
+    return Noise(rng.uniform(keys(rng.Purpose.ACCEPT, start), num_draft), gumbel)

@@ -98,7 +98,7 @@ def host_drafter(
 
         # The root's node, 0: drafters that draw in the loop use those from 1 on.
         sampler, root = context.sampler, jnp.int32(0)
-        keys = rng.keys(sampler.seed, rng.Stream.DRAFT, context.length, root, sampler.learned)
+        keys = rng.keys(sampler.seed, rng.Purpose.DRAFT, context.length, root, sampler.learned)
         seeds = jax.vmap(jax.random.bits)(keys)
         if num_updates is not None and (copies := copies_of_rows(len(context.length))) > 1:
             raise ConfigError(

@@ -273,7 +273,7 @@ class Overlap:
         )
         with use_mesh(mesh_of_side(self.devices.draft)):
             block = jax.eval_shape(
-                functools.partial(pearl.draft_block, system=system), params["draft"], side, outcome
+                functools.partial(pearl.draft_ahead, system=system), params["draft"], side, outcome
             )[0]
         ahead = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), block)
         return state.replace(draft=SplitState(self._send("target", ahead), side, outcome, 0))
@@ -303,7 +303,7 @@ class Overlap:
                     "draft",
                     tick,
                     self.devices.draft,
-                    pearl.draft_block,
+                    pearl.draft_ahead,
                     params["draft"],
                     side,
                     outcome,

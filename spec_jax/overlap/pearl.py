@@ -71,7 +71,7 @@ def prefill_draft(
 
 
 @functools.partial(jax.jit, static_argnames="system", donate_argnames="side")
-def draft_block(
+def draft_ahead(
     params, side: DraftSide, outcome: Outcome, *, system: System
 ) -> tuple[Proposal, DraftSide]:
     """Takes in the outcome of the last tick, then drafts a block after what is ahead.

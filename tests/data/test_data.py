@@ -106,7 +106,7 @@ def test_indentation_is_one_token(tokenizer):
 
 
 def test_packing_separates_documents(tokenizer):
-    found = tokens.pack_with_starts(Tokenizer(tokenizer), [("a", "x = 1\n"), ("b", "y = 2\n")])
+    found = tokens.pack(Tokenizer(tokenizer), [("a", "x = 1\n"), ("b", "y = 2\n")])
     packed, starts = found
     assert packed.dtype == np.int32
     assert list(np.flatnonzero(packed == 0)) == [0, len(packed) // 2, len(packed) - 1]
@@ -117,7 +117,7 @@ def test_packing_uses_the_end_token_of_another_tokenizer_and_cuts_nothing():
     foreign = byte_level(special=("<s>", "</s>"))
     foreign.backend.enable_truncation(3)
     foreign = Tokenizer(foreign.backend, foreign.config)
-    packed = tokens.pack(foreign, [("a", "x = 1\n"), ("b", "y = 2\n")])
+    packed, _ = tokens.pack(foreign, [("a", "x = 1\n"), ("b", "y = 2\n")])
     end = foreign.token_id("</s>")
     assert list(np.flatnonzero(packed == end)) == [0, len(packed) // 2, len(packed) - 1]
     assert foreign.decode(packed.tolist()) == "x = 1\ny = 2\n"

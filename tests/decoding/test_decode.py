@@ -58,7 +58,7 @@ def plain_tokens(model, prompt, config, new=NEW):
         logits = _last_logits(model.params, padded, len(history), model.config)
         p = testing.reference_distribution(np.asarray(logits), config, prompt, output)
         key = rng.keys(
-            jnp.asarray([config.seed], jnp.uint32), rng.Stream.TARGET, jnp.asarray([len(history)])
+            jnp.asarray([config.seed], jnp.uint32), rng.Purpose.TARGET, jnp.asarray([len(history)])
         )
         with np.errstate(divide="ignore"):
             output.append(int(np.argmax(np.log(p) + np.asarray(rng.gumbel(key, V))[0])))

@@ -88,7 +88,7 @@ def _gap(target, prompt, tokens, at, strategy):
     logits = transformer.logits(target.params, jnp.asarray([history]), config=target.config)[0, -1]
     if strategy == "match":
         seed = jnp.asarray([_seed(prompt)], jnp.uint32)
-        key = rng.keys(seed, rng.Stream.TARGET, jnp.asarray([len(history)]))
+        key = rng.keys(seed, rng.Purpose.TARGET, jnp.asarray([len(history)]))
         logits = logits + rng.gumbel(key, logits.shape[0])[0]
     best = np.sort(np.asarray(logits))[::-1]
     return float(best[0] - best[1])

@@ -111,7 +111,7 @@ def plain():
     rows = []
     for prompt, config in zip(PROMPTS, SAMPLERS):
         seeds = jnp.full((8 + NEW,), config.seed, jnp.uint32)
-        keys = rng.keys(seeds, rng.Stream.TARGET, jnp.arange(8 + NEW))
+        keys = rng.keys(seeds, rng.Purpose.TARGET, jnp.arange(8 + NEW))
         noise, out = np.asarray(rng.gumbel(keys, V)), []
         while len(out) < NEW:
             logits = toy_logits(PARAMS["target"], [*prompt, *out])
@@ -309,7 +309,7 @@ def mutate(monkeypatch):
     """Puts a function in another's place; programs of before and of the mutant are forgotten."""
 
     def forget_programs():
-        for program in (pearl.draft_block, pearl.score_ahead, pearl.accept_chain):
+        for program in (pearl.draft_ahead, pearl.score_ahead, pearl.accept_chain):
             program.clear_cache()
 
     def put(owner, name, function):
@@ -373,7 +373,7 @@ def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
 
 
 def test_each_program_is_compiled_once():
-    programs = (pearl.draft_block, pearl.score_ahead, pearl.accept_chain)
+    programs = (pearl.draft_ahead, pearl.score_ahead, pearl.accept_chain)
     decoder = SpeculativeDecoder(
         testing.mock_model(9),
         testing.mock_model(9, 1),

@@ -244,7 +244,7 @@ def test_mutation_shared_noise_is_caught_by_chi_square():
     honest = standalone(testing.toy_model(4))
 
     def propose(params, state, context, num_draft):
-        keys = rng.keys(context.request, rng.Stream.REPLACE, context.length)
+        keys = rng.keys(context.request, rng.Purpose.REPLACE, context.length)
         shared = jnp.repeat(rng.gumbel(keys, 4)[:, None], num_draft, axis=1)
         return honest.propose(params, state, context._replace(gumbel=shared), num_draft)
 

@@ -261,9 +261,9 @@ def test_top_p_before_temperature_is_caught(monkeypatch):
 def test_noise_reused_between_draft_and_residual_is_caught(monkeypatch):
     pack = rng.pack
 
-    def shared(stream, node):
-        is_own = stream != rng.Stream.REPLACE
-        return pack(stream, node) if is_own else pack(rng.Stream.DRAFT, 1)
+    def shared(purpose, node):
+        is_own = purpose != rng.Purpose.REPLACE
+        return pack(purpose, node) if is_own else pack(rng.Purpose.DRAFT, 1)
 
     monkeypatch.setattr(rng, "pack", shared)
     caught("chi-square.*measured in")

@@ -43,9 +43,9 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
         if sampler.temperature is None:
             return argmax(processed), processed
         if context.is_coupled:
-            keys = rng.keys(context.request, rng.Stream.TARGET, start + node)
+            keys = rng.keys(context.request, rng.Purpose.TARGET, start + node)
         else:
-            keys = rng.keys(sampler.seed, rng.Stream.DRAFT, start, node, sampler.learned)
+            keys = rng.keys(sampler.seed, rng.Purpose.DRAFT, start, node, sampler.learned)
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
     if is_argmax:  # it is found where the logits lie

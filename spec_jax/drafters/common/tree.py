@@ -155,10 +155,10 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     if context.gumbel is not None:
         return context.gumbel[:, nodes]
     if context.is_coupled:
-        keys = rng.keys(context.request, rng.Stream.TARGET, context.length + depth)
+        keys = rng.keys(context.request, rng.Purpose.TARGET, context.length + depth)
         return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
     seed, start, learned = context.sampler.seed, context.length, context.sampler.learned
-    one = lambda node: rng.gumbel(rng.keys(seed, rng.Stream.DRAFT, start, node + 1, learned), V)
+    one = lambda node: rng.gumbel(rng.keys(seed, rng.Purpose.DRAFT, start, node + 1, learned), V)
     return jax.vmap(one, out_axes=1)(nodes)
 
 
