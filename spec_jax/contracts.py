@@ -122,6 +122,8 @@ class Proposal:
     tree_depth: int = flax.struct.field(pytree_node=False, default=0)  # maximum depth of a node
     # Of a drafter with a memory and no ``Drafter.num_updates``: how often it had been updated.
     num_updates: jax.Array | None = None  # u32[B]
+    # How probably each draft is accepted if those before it are, estimated before it was drawn.
+    confidence: jax.Array | None = None  # f32[B,K], of offered drafts
 
     @property
     def depth(self) -> int:
@@ -315,6 +317,7 @@ class Drafter(NamedTuple):
         "residual" for sampled drafts, "match" for deterministic ones.
       draft_temperature: at which it drafts above temperature 0 where no draft sampler is given;
         None: at the target's.
+      has_confidence: its proposals have a ``Proposal.confidence``.
     """
 
     name: str
@@ -337,6 +340,7 @@ class Drafter(NamedTuple):
     has_chunks: bool = False
     strategy: str | None = None
     draft_temperature: float | None = None
+    has_confidence: bool = False
 
     def __repr__(self) -> str:
         drafts = "sampled" if self.is_sampled else "deterministic"

@@ -99,6 +99,7 @@ def call_propose(
         "parents": "i32 B K",
         "is_sound": "bool B",
         "num_updates": "u32 B",
+        "confidence": "f32 B K",
     }
     expected |= {name: x for name, x in optional.items() if getattr(proposal, name) is not None}
     _check_arrays(owner, proposal, expected, sizes)

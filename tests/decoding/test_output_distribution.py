@@ -26,6 +26,7 @@ CASES = [
         for d in ("suffix", "ngram", "host", "sampled-host", "adaptive", "confidence")
         for r in ("residual", "block")
     ),
+    ("confident", "residual"),
     ("chain-on-mesh", "residual"),  # each of the eight devices samples an eighth of the rows
     *((d, r) for d in ("tree", "dynamic-tree") for r in ("residual", "traversal")),
 ]
@@ -70,10 +71,10 @@ def check(name, rule, place, trials):
     else:
         rows, limit = at_end(make())
         options = {"max_length": limit}
-    if name == "adaptive":
+    if name in ("adaptive", "confident"):
         options["rounds_per_sync"] = 1
     begin = time.process_time()
-    batch = 32 if name == "adaptive" else min(trials, 8192)
+    batch = 32 if name in ("adaptive", "confident") else min(trials, 8192)
     outputs, stats = zip(*calls(make, rows, trials, batch, **options))
     outputs, stats = map(np.concatenate, zip(*outputs)), functools.reduce(operator.add, stats)
     spent = time.process_time() - begin

@@ -55,9 +55,8 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
 def _drafter(draft, target: Model, config: SpeculativeConfig) -> Drafter:
     if config.tree_shape is None:  # the depth of a tree is checked with the tree
         model.check_depth(draft.config, max(config.buckets))
-    is_fitted = config.confidence_threshold > 0 and not getattr(
-        draft.config, "has_confidence", False
-    )
+    reads_confidence = config.confidence_threshold > 0 or config.by_confidence
+    is_fitted = reads_confidence and not getattr(draft.config, "has_confidence", False)
     fitted = max(config.buckets) if is_fitted else 0
     return model.block_drafter(draft.config, target, config.tree_shape, fitted_drafts=fitted)
 

@@ -297,6 +297,7 @@ def block_drafter(
         has_chunks=True,
         strategy="block" if tree is None else None,
         draft_temperature=None if STEPS[type(config)].is_conditional else 0.0,
+        has_confidence=tree is None and (fitted_drafts > 0 or has_confidence),
     )
 
 

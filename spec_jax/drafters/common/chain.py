@@ -131,6 +131,7 @@ class Drafted:
         """
         token, dist = draw(logits, context._replace(sampler=self.sampler), node)
         values = {"tokens": token, "probs": jax.nn.softmax(dist, axis=-1), "logits": logits}
+        values["confidence"] = confidence
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
         sampler = self.sampler.advance(token[:, None], jnp.ones_like(token))
         is_going = self.is_going
@@ -179,6 +180,8 @@ def draft_chain(
     drafted = Drafted.none(context, num_draft, logits.shape[1])
     if num_draft == 0:
         return drafted.proposal(), carry
+    if confidence is not None:
+        drafted.out["confidence"] = jnp.zeros(drafted.out["tokens"].shape)
 
     def body(node, state):
         carry, token, drafted = state

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,14 +86,7 @@ def peeking(make):
 @pytest.mark.representatives("block")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
-    """It depends on the token before more than on the states."""
-
-    def params(target):
-        made = toy_params("dspark")(target)
-        weight = made["head"]["confidence"] * jnp.asarray([0.1, 0.1, 0.1, 4, 4])[:, None]
-        return {**made, "head": {**made["head"], "confidence": weight}}
-
-    found, offered = round_of(stopping(toy_maker("dspark")), params, rule)
+    found, offered = round_of(stopping(toy_maker("dspark")), sure_after_some_drafts, rule)
     assert found.error <= 1e-6
     assert set(np.unique(offered)) == {0, 1, 2}
 
@@ -151,6 +146,65 @@ def test_mutation_a_fitted_confidence_that_looks_at_its_own_draft_is_caught():
 
     with pytest.raises(CertificateError):
         round_of(make, toy_params("treeflash"), "residual")
+
+
+@flax.struct.dataclass
+class Expecting:
+    own: Any  # the drafter's state
+    tokens: jax.Array  # f32[B], expected of the last round
+
+
+def choosing(make, is_late=True):
+    """Each row drafts nothing where few drafts of its last round were expected to be accepted.
+
+    If it is not late, of this round: the mutation. A confidence has seen the drafts before it.
+    """
+
+    def changed(target):
+        inner = make(target)
+
+        def init(params, batch, slots):
+            return Expecting(inner.init(params, batch, slots), jnp.zeros(batch))
+
+        def prefill(params, state, tokens, lengths, pending, features, *chunk):
+            own = inner.prefill(params, state.own, tokens, lengths, pending, features, *chunk)
+            return Expecting(own, jnp.sin(3.0 * lengths + pending) + 1.3)  # as any round before
+
+        def propose(params, state, context, num_draft):
+            proposal, own = inner.propose(params, state.own, context, num_draft)
+            expected = jnp.cumprod(proposal.confidence, axis=1).sum(axis=1)
+            by = state.tokens if is_late else expected
+            n_draft = jnp.where(by > 1.3, proposal.n_draft, 0)
+            return proposal.replace(n_draft=n_draft), Expecting(own, expected)
+
+        def commit(params, state, *args):
+            return state.replace(own=inner.commit(params, state.own, *args))
+
+        return inner._replace(init=init, prefill=prefill, propose=propose, commit=commit)
+
+    return changed
+
+
+def sure_after_some_drafts(target):
+    """A DSpark head whose confidence depends on the token before more than on the states."""
+    made = toy_params("dspark")(target)
+    weight = made["head"]["confidence"] * jnp.asarray([0.1, 0.1, 0.1, 4, 4])[:, None]
+    return {**made, "head": {**made["head"], "confidence": weight}}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", RULES)
+def test_k_by_what_earlier_rounds_expected_leaves_the_distribution_as_it_is(rule):
+    make = choosing(toy_maker("dspark"))
+    found, offered = round_of(make, sure_after_some_drafts, rule)
+    assert found.error <= 1e-6 and set(np.unique(offered)) == {0, 2}
+
+
+def test_mutation_k_by_what_this_round_expects_is_caught():
+    """The second draft is expected by what the first one is."""
+    make = choosing(toy_maker("dspark"), is_late=False)
+    with pytest.raises(CertificateError):
+        round_of(make, sure_after_some_drafts, "residual")
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,10 @@ from support.block_drafts import HEADS, TARGET, head_of
 
 from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Proposal, Round
 from spec_jax.drafters.block.confidence import PRIOR_MEAN, PRIOR_SPREAD, Fit, draft_features
+from spec_jax.engine.adaptive.runner import expected_drafts
+from spec_jax.errors import ConfigError
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5], [4], [11, 2, 11]]
 B, K = 3, 4
@@ -69,7 +72,8 @@ def test_features_are_known_before_the_token_and_finite_whatever_the_logits():
     assert jnp.isfinite(draft_features(jnp.full((1, 4), jnp.nan), 0)).all()
 
 
-WAYS = {"chain": {}, "adaptive": {"adaptive": {"buckets": (0, K)}}, "mesh": {}}
+ADAPTIVE = {"buckets": (0, K), "by_confidence": True}
+WAYS = {"chain": {}, "adaptive": {"adaptive": ADAPTIVE}, "mesh": {}}
 
 
 @pytest.mark.exhaustive
@@ -85,7 +89,28 @@ def test_a_head_without_an_output_for_it_stops_where_it_is_unsure(way):
     plain = SpeculativeDecoder(TARGET).generate(PROMPTS, 30, sampler=samplers)
     assert [row.tokens for row in rows] == [row.tokens for row in plain]
     first, *_, last = decoder.stats.drafted_at
-    assert way == "adaptive" or 0 < last < first
+    if way == "adaptive":
+        assert all(0 < lift < 2 for lift in decoder.adaptive.tuner.lifts)
+    else:
+        assert 0 < last < first
+
+
+def test_what_is_expected_of_a_round_is_summed_over_rows_that_are_active():
+    """By position, of offered drafts, each if those before it are accepted."""
+    sure = jnp.asarray([[0.5, 0.4, 0.9], [0.8, 0.5, 0.5], [0.9, 0.9, 0.9]])
+    proposal = Proposal(jnp.zeros((3, 3), jnp.int32), jnp.asarray([3, 1, 3]), confidence=sure)
+    of = Round(proposal, None, None, jnp.zeros(3, jnp.int32), jnp.asarray([2, 1, 0]))
+    observer = expected_drafts(4)
+    seen = observer.update(observer.init(3, 8), of)
+    np.testing.assert_allclose(seen, [0.5 + 0.8, 0.5 * 0.4, 0.5 * 0.4 * 0.9, 0], atol=1e-6)
+    nothing = of._replace(proposal=proposal.replace(confidence=None))
+    assert observer.update(seen, nothing) is seen
+
+
+def test_k_by_the_confidence_of_a_draft_that_has_none_is_refused():
+    config = SpeculativeConfig("standalone", 2, adaptive={"by_confidence": True})
+    with pytest.raises(ConfigError, match="by_confidence is set; drafter 'standalone' does not"):
+        SpeculativeDecoder(TARGET, TARGET, config)
 
 
 @pytest.mark.exhaustive
