@@ -12,7 +12,6 @@ from support.accept_counts import check_every_count
 from support.tiny_models import BAMBA, DEEPSEEK_TARGET, LLAMA, MAMBA2, QWEN35_MOE, random_weights
 
 from spec_jax import load_model
-from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.params import layer_weights, num_params, walk
@@ -171,18 +170,6 @@ def test_text_of_stacked_layers_is_that_of_layers_apart(tmp_path, name):
     for file in ("config.json", "model.safetensors"):
         pair = [(tmp_path / name / file).read_bytes() for name in ("apart", "stacked")]
         assert pair[0] == pair[1]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["hybrid, experts", "latent, experts"])
-def test_text_of_stacked_layers_on_a_mesh_is_that_of_one_device(tmp_path, name):
-    save_pretrained(tmp_path, random_weights(MODELS[name]), MODELS[name])
-    target, prompts = load_model(tmp_path, scan_layers=True), [[3, 1, 4, 1, 5], [9, 2, 6]]
-    alone, on_mesh = (
-        SpeculativeDecoder(target, mesh=mesh).generate(prompts, 12, stop_tokens=())
-        for mesh in (None, "data:2,tensor:2")
-    )
-    assert [row.tokens for row in on_mesh] == [row.tokens for row in alone]
 
 
 def test_uniform_layers_are_one_loop_and_layers_apart_are_none():
