@@ -48,7 +48,7 @@ def expected(experts, x, weights):
 
 
 def mix(experts, x, weights, num_chosen):
-    layer = dict(zip(("experts_gate", "experts_up", "experts_down"), map(jnp.asarray, experts)))
+    layer = dict(zip(moe.EXPERTS, map(jnp.asarray, experts)))
     return moe.mix_experts(layer, x[None], weights[None], num_chosen)[0]
 
 
@@ -138,19 +138,21 @@ def on_mesh(name, function, *args, rules=sharding.SHARDED):
             sharding.named(axes, x.shape, mesh(name)),
         )
         experts, x, weights = args
-        placed = tuple(put(w, "experts") for w in experts), put(x, "batch"), put(weights, "batch")
+        axes = ("experts",) if experts[0].ndim == 3 else (None, "experts")
+        placed = tuple(put(w, *axes) for w in experts), put(x, "batch"), put(weights, "batch")
         return jax.jit(function).lower(*placed).compile(), placed
 
 
 MESHES = {
     "both axes": ("data:2,tensor:4", sharding.SHARDED),
+    "of a stack of layers": ("data:2,tensor:4", sharding.SHARDED),
     "one expert a device": ("data:1,tensor:8", sharding.SHARDED),
     "replicated": ("data:2,tensor:4", sharding.REPLICATED),
     "experts over the axis of rows": ("data:4,tensor:2", {"batch": "data", "experts": "data"}),
 }
 
 
-@pytest.mark.representatives("both axes", "experts over the axis of rows")
+@pytest.mark.representatives("of a stack of layers", "experts over the axis of rows")
 @pytest.mark.parametrize("name", MESHES)
 def test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows(name):
     """And of them those that were chosen; tokens may have more experts than a device holds."""
@@ -160,10 +162,15 @@ def test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows(n
     spoiled = [np.array(w) for w in experts]
     for w in spoiled:
         w[np.setdiff1d(np.arange(X), used)] = np.nan
+    if "stack" in name:
+        spoiled = [np.stack([np.full_like(w, np.nan), w]) for w in spoiled]
     rows = lambda array: array.reshape(4, 2, -1)
-    mix_rows = lambda experts, x, weights: moe.mix_experts(
-        dict(zip(("experts_gate", "experts_up", "experts_down"), experts)), x, weights, 5
-    )
+
+    def mix_rows(experts, x, weights):
+        if "stack" in name:
+            experts = [moe.OfStack(w, jnp.int32(1)) for w in experts]
+        return moe.mix_experts(dict(zip(moe.EXPERTS, experts)), x, weights, 5)
+
     run, args = on_mesh(on, mix_rows, spoiled, rows(x), rows(weights), rules=rules)
     found = np.asarray(run(*args)).reshape(8, D)
     np.testing.assert_allclose(found, expected(experts, x, weights), rtol=0, atol=2e-5)
@@ -174,7 +181,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device():
     experts, x, weights = draw(3, tokens=8)
 
     def loss(experts, x, weights):
-        layer = dict(zip(("experts_gate", "experts_up", "experts_down"), experts))
+        layer = dict(zip(moe.EXPERTS, experts))
         return (moe.mix_experts(layer, x, weights, 3) ** 2).sum()
 
     grad, rows = jax.grad(loss, argnums=(0, 1, 2)), lambda array: array.reshape(4, 2, -1)
@@ -195,7 +202,7 @@ def test_on_a_mesh_a_device_moves_the_experts_of_its_own_that_its_rows_chose():
     args = (shape(X, D, F), shape(X, D, F), shape(X, F, D)), shape(8, 1, D), shape(8, 1, X)
 
     def rounds(experts, x, weights):
-        layer = dict(zip(("experts_gate", "experts_up", "experts_down"), experts))
+        layer = dict(zip(moe.EXPERTS, experts))
         run = lambda x: moe.mix_experts(layer, x, weights, 2)
         return jax.lax.while_loop(lambda x: (x**2).sum() < 9, run, x)
 
