@@ -274,8 +274,15 @@ def _visibility(hf, format, kind, layer, notes):
         is_free = stated_flag(hf, "sliding_window_non_causal", looks_ahead)
         causal = [is_sliding and not is_free for is_sliding in slides]
     else:
-        stated = hf.get("is_causal") if hf.get("is_causal") is not None else inner.get("causal")
-        causal = listed if stated is None else [stated_flag({"is_causal": stated}, "is_causal")] * M
+        places = (hf, "is_causal"), (inner, "is_causal"), (inner, "causal")
+        stated = next((d[key] for d, key in places if d.get(key) is not None), None)
+        by_layer = stated if isinstance(stated, list) else [stated] * M
+        are_all = len(by_layer) == M
+        require(are_all, f"is_causal is {shown(stated)}; expected one for each of {M} layers")
+        if stated is None:
+            causal = listed
+        else:
+            causal = [stated_flag({"is_causal": flag}, "is_causal") for flag in by_layer]
         if stated is None and any(slides):
             which = "layers with a window are" if any(listed) else "no layer is"
             notes.append(f"config.json does not say is_causal; {which} causal.")

@@ -209,7 +209,8 @@ def block_drafter(
     """
     depth = None if tree is None else tree.depth
     check_depth(config, depth or 0)
-    check_children(tree, getattr(config, "selector_top_k", target.last_id + 1), "the draft")
+    candidates = getattr(config, "selector_top_k", target.last_id + 1)
+    check_children(tree, min(candidates, target.last_id + 1), "the draft")
     has_confidence = getattr(config, "has_confidence", False)
     first = 0 if config.is_anchor_first else 1  # the slot that predicts the first draft
 

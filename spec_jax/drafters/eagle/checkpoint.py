@@ -30,7 +30,7 @@ from spec_jax.models.checks import integers_of
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.files import check_not_quantised, naming, read_json, write_json, write_once
 from spec_jax.models.params import check_weights, flat_table, nest, table_placement
-from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts
+from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts, stack
 from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import StrictReader, on_host, open_tensors, save_tensors
 from spec_jax.sharding import SHARDED, AxisRules, named
@@ -96,7 +96,7 @@ def read_head(
             shardings = table_placement(str(directory), config.layer, table, mesh, axis_rules)
             shardings["d2t"] = NamedSharding(mesh, PartitionSpec())
         names = file_names(config, prefix)
-        weights = {name: tensors.weight(*names[name], dtype) for name in table}
+        weights = {name: _weight(tensors, *names[name], dtype) for name in table}
         if config.version == 3:
             weights |= _draft_vocabulary(directory, tensors, config)
         tensors.finish()
@@ -182,6 +182,13 @@ def _num_inputs(directory, tensors: StrictReader) -> int:
     if len(shape) != 2:
         raise WeightsError(f"{directory}: tensor fc.weight has shape {[*shape]}; expected a matrix")
     return shape[1]
+
+
+def _weight(tensors: StrictReader, name: str, spec: ParamSpec, dtype: DTypeLike) -> Tensor:
+    """A weight; the state of masked pairs may be stored without its first dimension, as by NeMo."""
+    if name == "mask_hidden" and name in tensors.left and len(tensors.tensor(name).shape) == 2:
+        return stack([tensors.weight(name, spec._replace(shape=spec.shape[1:]), dtype)])
+    return tensors.weight(name, spec, dtype)
 
 
 def _share_embed(

@@ -47,6 +47,11 @@ CASES = {
         | dict(dflash_config=Z_LAB["dflash_config"] | dict(block_size=6, causal=True)),
         DFlashConfig, (1, 2), 5, (None, None), (True, True),
     ),
+    "z-lab, causality in its config, by layer": (
+        Z_LAB | SLIDES
+        | dict(dflash_config=Z_LAB["dflash_config"] | dict(is_causal=[False, True], causal=True)),
+        DFlashConfig, (1, 2), 5, (8, None), (False, True),
+    ),
     "z-lab, windows of all layers": (
         Z_LAB | dict(dflash_config=SWA | dict(swa_window_size=4)),
         DFlashConfig, (1, 2), 5, (4, 4), (False, False),
@@ -169,6 +174,10 @@ REFUSED = {
     "kinds of layers": (
         dict(layer_types=["full_attention", "chunked_attention"]),
         "expected 'full_attention' or 'sliding_attention' for each of 2 layers",
+    ),
+    "causality of other layers": (
+        dict(dflash_config=Z_LAB["dflash_config"] | dict(is_causal=[True])),
+        r"is_causal is \[True\]; expected one for each of 2 layers",
     ),
     "no block": (dict(block_size=None), "block_size is null|block_size is None"),
     "states that are not there": (
