@@ -58,7 +58,7 @@ def numbers(config: ConfigDict, name: str) -> list[int]:
     """Returns the values of a list with commas.
 
     Raises:
-      ConfigError: one is no positive integer.
+      ConfigError: one is not a positive integer.
     """
     try:
         values = [int(value) for value in str(config[name]).split(",")]

@@ -79,10 +79,10 @@ def new_head(
 
     Args:
       target: the model that it will draft for.
-      objective: what it will be trained by: "eagle1", "eagle3", "peagle", "mtp", "dflash",
-        "dflash2", "dspark", "treeflash", or one of your own.
-      text: what it will be trained on; only needed for a ``draft_vocab_size``, which keeps its
-        most frequent tokens.
+      objective: the training objective: "eagle1", "eagle3", "peagle", "mtp", "dflash", "dflash2",
+        "dspark", "treeflash", or a registered one.
+      text: the training text; only needed with ``draft_vocab_size``, which keeps the most frequent
+        tokens of the text.
       is_warm_start: begin with the target's last layer, final norm and output head where their
         shapes fit; otherwise all weights are random.
       seed: of the random weights.
@@ -157,23 +157,24 @@ def fit_head(
     """Trains a head for a target on a text; neither head nor target is changed.
 
     Args:
-      target: the model that it drafts for; its weights stay as they are.
+      target: the model that it drafts for; its weights do not change.
       head: from ``new_head``, or a loaded one to continue from.
       text: tokens of the target's tokenizer, see ``spec_jax.data``.
       steps: how many updates.
       batch: windows a step.
       length: tokens of a window, of which all but two are trained on.
-      has_document_masks: a token sees its own document of the text alone, whose positions begin at
-        0, as in decoding; by default all tokens before it in its window.
-      objective: what trains it; by default the first that trains heads of its kind.
+      has_document_masks: a token attends only to its own document, whose positions begin at 0, as
+        in decoding; by default it attends to all tokens before it in its window.
+      objective: the training objective; by default the first one for heads of this kind.
       loss: options of the objective's loss, such as ``num_steps``, the number of drafts that
         are unrolled (3 by default).
       optimizer: of the updates; by default Muon with a warm-up and a decay over ``steps``.
       seed: of the order of the windows.
-      evaluate: called with the head as it is; what it returns is added to the log.
-      eval_every: steps between two evaluations; there is always one before the first step and
-        one after the last.
-      has_progress: show steps done and time left. None: on a terminal or in a notebook.
+      evaluate: called with the current head; the figures that it returns are added to the log.
+      eval_every: steps between two evaluations; the first is before the first step, the last after
+        the last step.
+      has_progress: show the completed steps and the time left. None: only on a terminal or in a
+        notebook.
 
     Returns:
       The trained head and a dict for each step.

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub: in its cache, or downloaded.
 
-``huggingface_hub`` is imported when it is first needed. Where the cache lies, whether the network
-may be used and who is logged in are its settings.
+``huggingface_hub`` is imported when it is first needed. Its settings decide where the cache is,
+whether the network may be used, and who is logged in.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def directory_of(
 ) -> pathlib.Path:
     """Returns the local directory of a repository's files: cached, or else downloaded.
 
-    Only what is read is downloaded: config, tokenizer, chat templates and safetensors, or the files
-    of torch where there are no safetensors. What is in the cache is used without asking the hub for
-    a newer version.
+    Only the files that are needed are downloaded: config, tokenizer, chat templates and
+    safetensors, or the files of torch if there are no safetensors. Cached files are used without
+    checking for a newer version.
 
     Args:
       name: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
@@ -62,7 +62,9 @@ def directory_of(
         ) from error
     found = _ID.fullmatch(name)
     if found is None:
-        raise WeightsError(f"{name!r} is no id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")
+        raise WeightsError(
+            f"{name!r} is not an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B"
+        )
     where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
     choices = _WEIGHTS if has_weights else (("config.json", "", ""),)
     common = _COMMON if has_weights else _COMMON[:2]
@@ -119,7 +121,7 @@ def _command(repo: str, revision: str | None) -> str:
 
 
 def _why(repo: str, revision: str | None, error: Exception) -> str:
-    """What to do about an error of the hub."""
+    """Returns what the user can do about an error of the hub."""
     from huggingface_hub import errors
 
     command = _command(repo, revision)

@@ -45,18 +45,18 @@ _PICKLES = "pytorch_model*.bin"
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What a directory holds; ``str`` of it is a table.
+    """The contents of a checkpoint's directory; ``str`` of it is a table.
 
     Attributes:
-      name: as it was asked for.
-      directory: where it lies.
+      name: the given name.
+      directory: the directory of the files.
       kind: "model", a head's ``speculative_method``, "weights", "tokenizer" or "no checkpoint".
-      num_params: counted from the headers of the weights; None: there are none to count.
+      num_params: counted from the headers of the weights; None without weights.
       dtypes: tensors by dtype.
       num_bytes: of all files.
-      facts: what is known besides, by name.
+      facts: other properties, by name.
       notes: sentences on what a user should know.
-      refused: why ``load_model`` refuses it; None if it does not, or if it is no model.
+      refused: why ``load_model`` refuses it; None if it does not, or if it is not a model.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Inspection:
 
 
 def inspect(name_or_path: str | pathlib.Path) -> Inspection:
-    """Tells what a directory holds without reading its weights.
+    """Describes a checkpoint's directory without reading its weights.
 
     Args:
       name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.

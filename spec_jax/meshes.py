@@ -23,7 +23,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Reads a mesh such as ``data:2,tensor:4``; an axis that is not named has size 1.
 
     Raises:
-      ConfigError: an axis is unknown or named twice, or a size is no positive integer.
+      ConfigError: an axis is unknown or named twice, or a size is not a positive integer.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -162,7 +162,7 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def is_accelerated(mesh: Mesh | None) -> bool:
-    """Returns whether a mesh, or without one jax's default device, is not of CPUs."""
+    """Returns whether a mesh (or without one, jax's default device) consists of accelerators."""
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return platform != "cpu"
 
@@ -170,8 +170,8 @@ def is_accelerated(mesh: Mesh | None) -> bool:
 def mesh_of(tree: Any) -> Mesh | None:
     """Returns the mesh that the arrays of a tree lie on.
 
-    None if they lie on one device, or on a mesh that ``make_mesh`` cannot have made: what is
-    sharded in another way stays so.
+    None if they are on one device, or on a mesh that ``make_mesh`` does not make; arrays that are
+    sharded in another way are left unchanged.
     """
     where = next((getattr(x, "sharding", None) for x in jax.tree.leaves(tree)), None)
     if not isinstance(where, NamedSharding) or not isinstance(where.mesh, Mesh):

@@ -1,4 +1,4 @@
-"""Rules and drafters of your own: as records, as functions that make them, or by name.
+"""Custom rules and drafters: as records, as functions that make them, or by name.
 
 A name is ``module:NAME``, of a module in the current directory or on Python's path.
 """
@@ -28,7 +28,7 @@ _FORMS = {
 
 
 def to_rule(rule: Rule | Callable[[], Rule] | str) -> Rule:
-    """Returns the rule that is meant.
+    """Resolves a rule.
 
     Args:
       rule: a ``Rule``; a function without arguments that returns one; the name of a rule of the
@@ -49,7 +49,7 @@ def to_rule(rule: Rule | Callable[[], Rule] | str) -> Rule:
 def to_drafter(
     drafter: Drafter | Callable[[LoadedModel], Drafter] | str, target: LoadedModel
 ) -> Drafter:
-    """Returns the drafter that is meant.
+    """Resolves a drafter.
 
     Args:
       drafter: a ``Drafter``; a function of the target that returns one; or ``module:NAME`` of
@@ -63,14 +63,14 @@ def to_drafter(
 
 
 def find(name: str, what: str) -> Any:
-    """Returns what ``module:NAME`` names, in a module that is imported if it was not before.
+    """Returns the object ``module:NAME``, importing the module if necessary.
 
     Args:
       name: the module with its packages, as in an import, and a name in it.
-      what: what the errors call it, "rule" or "drafter".
+      what: "rule" or "drafter", for error messages.
 
     Raises:
-      ConfigError: it is no such name, or the module cannot be imported.
+      ConfigError: there is no such name, or the module cannot be imported.
     """
     module_name, _, path = name.partition(":")
     parts = [*module_name.split("."), *path.split(".")]

@@ -185,7 +185,7 @@ def test_a_name_that_is_no_id_does_not_reach_the_hub(monkeypatch, name):
     with pytest.raises(WeightsError, match="nor an id of the Hugging Face hub, such as Qwen/Qw"):
         spec_jax.load_model(name)
     if not hub.is_id(name):
-        with pytest.raises(WeightsError, match="is no id of the Hugging Face hub"):
+        with pytest.raises(WeightsError, match="is not an id of the Hugging Face hub"):
             hub.directory_of(name)
     assert not asked
 

@@ -107,7 +107,7 @@ class Responses(Journal):
         self.finish_reasons: collections.Counter[str] = collections.Counter()
         self.num_tokens = 0
         expected = f"a JSON object with {', '.join(_KEYS)}, each index once"
-        self.read(self._count, expected, " is no response")
+        self.read(self._count, expected, " is not a response")
         known = processes.from_writer([list(self._prompts.items()), self.num_tokens])
         self._prompts, self.num_tokens = dict(map(tuple, known[0])), known[1]
 

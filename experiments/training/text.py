@@ -185,7 +185,7 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
         raise ConfigError(f"the responses {path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
-            f"{path}, line {number} is no response ({error!r}); expected what "
+            f"{path}, line {number} is not a response ({error!r}); expected what "
             "experiments.regenerate writes"
         ) from error
     if not ids:

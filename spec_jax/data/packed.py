@@ -127,7 +127,7 @@ def load_packed(
         tokens, mask = (np.load(path, mmap_mode="r") for path in (tokens_file, mask_file))
         found, version = info["tokenizer"], info["version"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{info_file} is no packed corpus ({error}); {remedy}") from error
+        raise ConfigError(f"{info_file} is not a packed corpus ({error}); {remedy}") from error
     if version != VERSION:
         raise ConfigError(f"{info_file} has version {version!r}, not {VERSION}; {remedy}")
     shapes = {tokens.shape, mask.shape, (int(starts[-1]),)}

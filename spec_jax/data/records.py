@@ -207,7 +207,7 @@ def parse_record(value: Any, source: str) -> Conversation | Text:
     if isinstance(value, str):
         return Text(value, source)
     if not isinstance(value, dict):
-        raise _malformed(source, f"{value!r:.60} is no object. {_WHOLE}")
+        raise _malformed(source, f"{value!r:.60} is not an object. {_WHOLE}")
     given = {key: x for key, x in value.items() if x is not None}
     messages = _messages(given, source)
     if messages is None:

@@ -211,7 +211,8 @@ def acceptance_by_kind(kinds: Any) -> Observer:
       kinds: i32[V], the kind of each token, 0 to C - 1, see ``evaluation.token_kinds``.
 
     Raises:
-      ConfigError: ``kinds`` are no such numbers; at tracing, they are fewer than the target's ids.
+      ConfigError: ``kinds`` are not such numbers; at tracing, there are fewer of them than ids of
+        the target.
     """
     table = np.asarray(kinds)
     is_table = table.ndim == 1 and table.dtype.kind in "iu" and table.size > 0

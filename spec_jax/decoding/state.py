@@ -36,7 +36,7 @@ class Finish(enum.IntEnum):
     NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
     NAN_DRAFT = 6  # likewise the draft's
     INVALID_DRAFT = 7  # an id outside of the vocabulary, a number not in 0..K, or no tree
-    INVALID_DRAFT_PROBS = 8  # drafts come with what is no distribution, or not their own
+    INVALID_DRAFT_PROBS = 8  # Proposal.probs are not distributions, or exclude the drawn token
     INVALID_VERDICT = 9  # the rule accepts what was not offered, emits no token, or is not finite
 
 

@@ -274,8 +274,8 @@ def describe_fault(finish: Finish, system: System, raised: Exception | None = No
             f"number of drafts outside of 0..{system.num_draft}, or parents that make no tree"
         ),
         Finish.INVALID_DRAFT_PROBS: (
-            f"{drafter} put into Proposal.probs what is no distribution (each row is finite, not "
-            "negative, and sums to 1), or gives the token that was drawn probability 0"
+            f"{drafter} returned Proposal.probs that are not distributions (each row is finite, "
+            "not negative, and sums to 1), or gives the token that was drawn probability 0"
         ),
         Finish.INVALID_VERDICT: (
             f"{rule} returned an inconsistent Verdict: n_accept counts drafts that were not "

@@ -47,7 +47,7 @@ _MIN_QUESTIONS = 4  # of a category; an interval of fewer says nothing
 
 
 def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
-    """Runs tasks, two at a time, with progress: one compilation alone leaves cores idle.
+    """Runs tasks two at a time, with progress, because a single compilation leaves cores idle.
 
     Several processes run one at a time, since they must run their programs in the same order.
     """
@@ -128,9 +128,8 @@ class Tally:
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times and tokens f64[N] of what an interval is over.
-
-        A batch's time is the median of its turns; of a single batch every turn counts.
+        """Times and tokens f64[N] of the units of an interval: batches, timed by the median of
+        their turns, or the turns of a single batch.
         """
         times, tokens = [*self.times_s.values()], [run.tokens for run in self.runs.values()]
         if len(times) == 1:
@@ -139,7 +138,7 @@ class Tally:
 
     @property
     def busy_share(self) -> float:
-        """The share of a batch's rows that run in a round, on average; 1 of single rows.
+        """The mean share of a batch's rows that are running in a round; 1 for batches of one row.
 
         A round of a batch takes its time until the last row ends, and rows whose drafts are
         accepted more often, or that meet a stop token, end earlier. NaN where there was no round.
@@ -196,8 +195,8 @@ def take_turns(
 ) -> Iterator[tuple[int, int]]:
     """Measures cells of one temperature; yields each turn after it.
 
-    In a turn plain decoding and every cell decode one batch, so that drift of the machine cancels
-    in their ratios, and every other turn runs backwards.
+    In a turn plain decoding and every cell decode one batch, so that changes in the machine's speed
+    cancel in their ratios, and every second turn runs in reverse order.
 
     Args:
       tallies: Of plain decoding, then of the others.
@@ -433,9 +432,9 @@ def compare(
 ) -> Comparison:
     """Compares drafts with plain decoding of the same prompts.
 
-    Plain decoding and every draft take turns, prompt by prompt, so that drift of the machine
-    cancels in their ratios. Intervals are 95 % confidence intervals over the prompts, Student's t
-    of the jackknife; at least four prompts are needed for useful ones.
+    Plain decoding and every draft take turns, prompt by prompt, so that changes in the machine's
+    speed cancel in their ratios. Intervals are 95 % confidence intervals over the prompts,
+    Student's t of the jackknife; at least four prompts are needed for useful ones.
 
     Args:
       target: The target, or a name or path that ``load_model`` takes.
@@ -443,19 +442,20 @@ def compare(
         ``load_draft`` takes, "ngram" or "suffix"; or a dict of them by name.
       prompts: Texts, lists of ids, or conversations.
       ks: K, drafted tokens per round: one or several, or those of each draft by its name.
-      trees: Trees that drafts with logits draft beside chains, as "3x2x1" or "59:6:10".
+      trees: Trees to draft in addition to chains, for drafts with logits, such as "3x2x1" or
+        "59:6:10".
       temperatures: Of target and draft; at 0 decoding is greedy.
       rules: Acceptance rules above temperature 0 of drafts with logits.
       copying_rules: Those of drafts without logits, such as "ngram".
-      rule: A custom rule beside them, or its ``module:NAME``.
+      rule: A custom rule in addition, or its ``module:NAME``.
       max_new_tokens: New tokens of every prompt.
       batch: Prompts that are decoded together.
       repeats: Turns of each batch; their median counts.
       sampler: Filters and penalties; prompt i has seed ``sampler.seed + i``.
-      has_costs: Whether to time passes, which predicts speed-ups.
+      has_costs: Whether to time passes, in order to predict speed-ups.
       has_acceptance_by_kind: Whether to count acceptance by kind of token, see ``token_kinds``.
-      has_acceptance_by_place: Whether to count what follows the accepted nodes of trees, see
-        ``places``; rounds take longer.
+      has_acceptance_by_place: Whether to count acceptance by place in trees, see ``places``; rounds
+        take longer.
 
     Returns:
       A ``Comparison``, with a table, a plot and an HTML representation.

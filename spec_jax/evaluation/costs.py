@@ -87,9 +87,9 @@ def timer_makers(
 class Costs(NamedTuple):
     """Costs of passes that were measured together.
 
-    The cost of a draft's pass is what it adds to a loop of the passes before it in a round. In a
-    loop of its own a small model would cost less: there it finds its weights in the processor's
-    caches, from which the target's drive them out in a round.
+    The cost of a draft's pass is what it adds to a loop of the passes before it in a round. Timed
+    alone, a small model would seem cheaper, because its weights stay in the processor's caches; in
+    a round the target's weights evict them.
 
     A cost is significant if it is above 0 in three of four turns. Where that of the first pass of
     a round, or of those after it, is not, all passes of the round are taken to cost the same.

@@ -1,9 +1,9 @@
-"""Where in a tree drafts are accepted, and how close that comes to what is possible.
+"""Acceptance by place in a tree, and how close it is to the optimum.
 
-After an accepted draft that is not its parent's first child, a draft whose distribution does not
-know that token is often wrong. So nodes are counted by *place*: the root, accepted drafts all of
-whose ancestors are first children, accepted siblings of a first child, and first children below
-such a sibling.
+After an accepted draft that is not its parent's first child, drafts are often wrong if their
+distribution does not depend on that token. So nodes are counted by *place*: the root, accepted
+drafts all of whose ancestors are first children, accepted siblings of a first child, and first
+children below such a sibling.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def transport_bound(p: jax.Array, q: jax.Array, num_drafts: jax.Array | int) -> 
     """Returns the largest probability with which any rule accepts one of n independent drafts.
 
     That of optimal transport, ``1 + min over H of (p(H) - q(H)^n)`` over sets H of tokens. The
-    expression is concave in ``(p(H), q(H))``, rises with the one and falls with the other, so its
-    minimum is at a corner of all pairs that sets have: one that holds the tokens with the largest
-    q / p. With one draft the bound is 1 less the total variation distance.
+    expression is concave in ``(p(H), q(H))``, increasing in the first and decreasing in the second,
+    so its minimum is at a set of the tokens with the largest q / p. With one draft the bound is 1
+    less the total variation distance.
 
     Source: SpecTr, arXiv 2310.15141, section 3; the minimum over sets is its dual.
 
@@ -102,15 +102,15 @@ probability of the children where these are no draws. In a chain there are two p
 
 
 class PlaceResult(NamedTuple):
-    """What followed the accepted nodes of one place.
+    """Acceptance after the accepted nodes of one place.
 
     Attributes:
       reached: Nodes of the place that were accepted and have children.
       first_child: The share of them whose first child was accepted.
-      accepted: The share of them one of whose children was.
+      accepted: The share of them with any accepted child.
       bound: The mean of the largest share that any rule could accept of independent drafts.
-      share: ``accepted`` over ``bound``. Above 1 where children that exclude each other beat
-        independent ones; and only the pending token's is bounded under rules that look ahead.
+      share: ``accepted`` over ``bound``. It may exceed 1, since siblings are drawn without
+        replacement; with rules that look ahead only the pending token's share is bounded by 1.
     """
 
     reached: int

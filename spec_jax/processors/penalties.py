@@ -15,7 +15,7 @@ from spec_jax.contracts import Processor
 
 @flax.struct.dataclass
 class Penalties:
-    """What tokens of the prompt and the output lose; the parameters of the processor."""
+    """The penalties of each row: the parameters of the processor."""
 
     repetition: jax.Array  # f32[B]
     presence: jax.Array  # f32[B]

@@ -1,4 +1,4 @@
-"""A processor from functions of one token, which know nothing of drafts."""
+"""Makes a processor from functions of one token, which need not handle drafts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The rules by name.
 
-Rules are written for one row (``chain``, ``tree``, ``synthetic``) and mapped over the batch here.
-A rule of your own needs no entry: pass its ``Rule`` record to the decoder.
+Rules are written for one row (``chain``, ``tree``, ``synthetic``) and mapped over the batch here. A
+custom rule needs no entry here: pass its ``Rule`` record to the decoder.
 """
 
 from __future__ import annotations

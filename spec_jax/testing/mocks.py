@@ -18,7 +18,7 @@ from spec_jax.loading import LoadedModel
 
 @flax.struct.dataclass
 class ToyCache:
-    """A cache that keeps the tokens it was fed, from which the toy model knows its context."""
+    """A cache of the tokens that were fed, from which the toy model reads its context."""
 
     tokens: jax.Array  # i32[B,S]
     length: jax.Array  # i32[B]
@@ -49,8 +49,9 @@ class ToyCache:
 def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None = None) -> Model:
     """A model of second order whose parameters are a table ``{"logits": f32[C,V]}``.
 
-    After the tokens a, b it looks up row ``(a * V + b) mod C``; C = V * V tells all contexts
-    apart, C = 1 none. It reads a and b from its cache. Its features are its logits.
+    After the tokens a, b it looks up row ``(a * V + b) mod C``; with C = V * V every context has
+    its own row, with C = 1 all share one. It reads a and b from its cache. Its features are its
+    logits.
 
     Args:
       vocab_size: V.
@@ -142,7 +143,7 @@ def scripted_drafter(propose: Callable[[jax.Array, jax.Array, int], jax.Array]) 
 def ragged(drafter: Drafter, n_draft: Callable[[jax.Array], jax.Array]) -> Drafter:
     """Returns the drafter with at most ``n_draft(length i32[B]) -> i32[B]`` tokens a row.
 
-    Tokens that are not offered are blank, as the contract allows: token 0, of no mass.
+    Tokens that are not offered are token 0 with probability 0, as the contract allows.
     """
 
     def propose(params, state, context: Context, num_draft: int):

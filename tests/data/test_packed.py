@@ -145,7 +145,7 @@ def test_documents_that_cannot_be_packed_are_errors(tmp_path, documents, message
 
 
 def test_an_incomplete_or_foreign_corpus_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no packed corpus.*pack the corpus again"):
+    with pytest.raises(ConfigError, match="not a packed corpus.*pack the corpus again"):
         load_packed(tmp_path, "train")
     write_packed(tmp_path, "train", [document(1, 2, 3)], TOKENIZER)
     assert load_packed(tmp_path, "train", byte_level()).tokens.shape == (3,)
@@ -156,16 +156,19 @@ def test_an_incomplete_or_foreign_corpus_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tells of 3 tokens.*bool\[2\]"):
         load_packed(tmp_path, "train")
     (tmp_path / "train.mask.npy").unlink()
-    with pytest.raises(ConfigError, match="no packed corpus"):
+    with pytest.raises(ConfigError, match="not a packed corpus"):
         load_packed(tmp_path, "train")
     info = tmp_path / "train.json"
     np.save(tmp_path / "train.mask.npy", np.ones(3, bool))
-    for change, message in [({"version": 9}, "version 9"), ({"starts": None}, "no packed corpus")]:
+    for change, message in [
+        ({"version": 9}, "version 9"),
+        ({"starts": None}, "not a packed corpus"),
+    ]:
         text = info.read_text()
         info.write_text(json.dumps({**json.loads(text), **change}))
         with pytest.raises(ConfigError, match=message):
             load_packed(tmp_path, "train")
         info.write_text(text)
     info.write_text("[]")
-    with pytest.raises(ConfigError, match="no packed corpus"):
+    with pytest.raises(ConfigError, match="not a packed corpus"):
         load_packed(tmp_path, "train")

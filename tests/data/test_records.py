@@ -95,7 +95,7 @@ def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):
 LINES = [
     ('{"messages": [', "not JSON"),
     ("[" * 100_000, "not JSON"),
-    ("3", "3 is no object"),
+    ("3", "3 is not an object"),
     ("{}", "the keys none"),
     ('{"query": "a", "answer": "b"}', "the keys 'query', 'answer'.*messages, .*question"),
     ('{"data": ["a", 1]}', r"data is \['a', 1\]; expected a list of texts"),

@@ -95,7 +95,7 @@ def test_a_distribution_of_nan_stops_its_row_and_names_the_drafter(caplog):
         decoder, enumerate(PROMPTS[:2]), batch=2, max_prompt_tokens=3, max_new_tokens=9
     )
     assert {i: row.finish_reason for i, row in rows} == {0: "invalid_draft_probs", 1: "length"}
-    assert "drafter 'careless' put into Proposal.probs" in caplog.text
+    assert "drafter 'careless' returned Proposal.probs" in caplog.text
     assert "prompt 0, which stopped there" in caplog.text
 
 

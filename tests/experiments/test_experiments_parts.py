@@ -59,7 +59,7 @@ def test_prompts_come_from_files_of_each_kind(tmp_path):
     bad = {
         "{": r"bad\.jsonl:1: not JSON",
         '{"a": 1}': "the keys 'a'.*instruction",
-        "1": "no object",
+        "1": "not an object",
         '{"turns": "hello"}': "turns is 'hello'",
         '{"text": " "}': "an empty prompt",
         '{"text": "\\ud83d"}': "half of a surrogate pair",

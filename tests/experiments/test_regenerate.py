@@ -164,7 +164,7 @@ def test_a_line_that_is_no_response_is_named(run, tmp_path, line):
     first = lines(run[0])[0]
     path = tmp_path / "responses.jsonl"
     path.write_text(f"{first}\n{first if line == 'twice' else line}\n")
-    with pytest.raises(ConfigError, match=r"responses\.jsonl, line 2 is no response: "):
+    with pytest.raises(ConfigError, match=r"responses\.jsonl, line 2 is not a response: "):
         Responses(path)
     assert len(path.read_text().splitlines()) == 2
 

@@ -83,7 +83,7 @@ def check_offsets(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> n
     if len(falls):
         i = int(falls[0])
         raise WeightsError(
-            f"d2t is no table of offsets: draft ids {i} and {i + 1} are the target's {ids[i]} "
+            f"d2t is not a table of offsets: draft ids {i} and {i + 1} are the target's {ids[i]} "
             f"and {ids[i + 1]}; expected strictly increasing ids"
         )
     if ids[0] < 0 or ids[-1] >= vocab_size:
@@ -102,7 +102,7 @@ def _true_at(t2d: np.ndarray) -> np.ndarray:
         np.issubdtype(t2d.dtype, np.integer) and np.isin(t2d, (0, 1)).all()
     )
     if not is_mask:
-        raise WeightsError(f"t2d of dtype {t2d.dtype.name} is no mask; expected booleans")
+        raise WeightsError(f"t2d of dtype {t2d.dtype.name} is not a mask; expected booleans")
     return np.flatnonzero(t2d)
 
 

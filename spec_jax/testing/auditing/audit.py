@@ -1,11 +1,11 @@
-"""Where two greedy decodings part: whether rounding explains it, or only a bug does.
+"""Explains where two greedy decodings diverge: by rounding, or by a bug.
 
-A pass of one token and a pass of K + 1 tokens round in different orders, so where two logits
-nearly tie, plain and speculative decoding may rightly take different tokens. A bug may do the same,
-so the tie alone proves nothing. The audit therefore decodes the rows again, takes the logits that
-each decoding really chose from, out of its own cache, and compares them with one pass over the same
-text in a wider dtype, which has neither a cache nor a window. How far rounding moves logits is not
-assumed: it is how far one such pass in the model's own dtype is off, at the same positions.
+A pass of one token and a pass of K + 1 tokens round in different orders, so where two logits nearly
+tie, plain and speculative decoding may correctly choose different tokens. A bug may look the same,
+so the tie alone proves nothing. The audit therefore decodes the rows again, records the logits that
+each decoding chose from, and compares them with one pass over the same text in a wider dtype,
+without cache or window. The effect of rounding is measured, not assumed: it is the error of such a
+pass in the model's own dtype at the same positions.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ def audit(
       decoder: with drafts.
       prompts: texts, ids or conversations, decoded as one batch.
       max_new_tokens: maximum output tokens of a row, 128 by default.
-      plain: what it is compared with, any decoder of the same target; by default the same target
-        without drafts.
-      outputs: what the two have decoded, ``plain``'s rows first; by default they decode now.
+      plain: the decoder to compare with, of the same target; by default the target without drafts.
+      outputs: existing outputs of both, ``plain``'s rows first; by default both decode now.
       sampler: as in ``SpeculativeDecoder.generate``; of temperature 0.
       stop_tokens: likewise.
       pad_to: likewise.
-      has_all_rows: examine also the rows that do not differ, whose logits may be wrong even so.
+      has_all_rows: also examine rows whose tokens are equal, since their logits may still be wrong.
         By default they are counted as not examined.
 
     Raises:
@@ -131,8 +130,8 @@ def audit_outputs(
 ) -> RowAudit:
     """Examines two greedy outputs of one prompt without decoding again.
 
-    It can only tell whether the two tokens nearly tie. A bug may change a token at a near tie, too:
-    ``audit`` looks at the logits that the tokens were chosen from.
+    It can only determine whether the two tokens nearly tie. A bug may also change a token at a near
+    tie; ``audit`` examines the logits that the tokens were chosen from.
 
     Args:
       target: the target.

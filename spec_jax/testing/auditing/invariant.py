@@ -35,12 +35,12 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
     """Returns speculative decoding and plain decoding whose rounding is the same.
 
     A pass of one token rounds in another order than a pass of K + 1, so in bfloat16 greedy outputs
-    of speculative and of usual plain decoding part where two logits nearly tie. This plain decoder
-    feeds the pending token and K others that it never accepts: the target runs the very program
-    that verifies drafts. Both decoders attend over all slots of their caches, since the usual
-    choice of a shorter prefix depends on where a round begins. What remains is that a product
-    rounds every row alike, wherever in the window it stands; this holds on the CPUs where it was
-    tested, in bfloat16 and float32, for chains and trees.
+    of speculative and of usual plain decoding diverge where two logits nearly tie. This plain
+    decoder feeds the pending token and K others that it never accepts: the target runs the very
+    program that verifies drafts. Both decoders attend over all slots of their caches, since the
+    usual choice of a shorter prefix depends on where a round begins. The only remaining assumption
+    is that a matrix product rounds every row alike, whatever its index in the window; this holds on
+    the CPUs where it was tested, in bfloat16 and float32, for chains and trees.
 
     Plain decoding in this mode costs a verify pass for each token, so it is a tool for tests, not
     for comparing times.
@@ -50,8 +50,8 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
         emits plain decoding's tokens.
 
     Raises:
-      ConfigError: the decoder drafts nothing, chooses K while decoding, or drafts on devices of
-        its own, so that no width is the one of its passes.
+      ConfigError: the decoder does not draft, chooses K while decoding, or drafts on separate
+        devices, so that its passes have no fixed width.
     """
     if decoder.num_draft == 0 or decoder.adaptive is not None or decoder.is_overlapped:
         why = "drafts nothing" if decoder.num_draft == 0 else "chooses K while decoding"
@@ -72,7 +72,7 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
 
 @functools.cache
 def never_accepted(tree: Tree | DynamicTree | None = None, window: int = 0) -> Drafter:
-    """Returns a drafter that fills the window of a verify pass and offers none of it.
+    """Returns a drafter that fills the window of a verify pass without offering a draft.
 
     Args:
       tree: of the drafts whose place is taken; None for a chain.

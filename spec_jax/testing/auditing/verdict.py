@@ -1,4 +1,4 @@
-"""The verdict on two greedy outputs that part, from recorded numbers: rounding, or a bug."""
+"""The verdict on two greedy outputs that diverge, from recorded numbers: rounding or a bug."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POOLED_FACTOR = 1.3  # of all of a row, on average; of a few positions see ``poo
 
 @dataclasses.dataclass(frozen=True)
 class RowAudit:
-    """What the audit found of one prompt. Positions count output tokens from 0.
+    """The audit's result for one prompt. Positions count output tokens from 0.
 
     Attributes:
       row: the number of the prompt.
@@ -23,7 +23,7 @@ class RowAudit:
       evidence: sentences.
       at: the position of the first difference; None where there is none.
       tokens: the two tokens there, of plain decoding and of the other; None where an output ended.
-      gap: how far, in float32, the worse of the two lies below the best logit.
+      gap: the distance, in float32, of the worse of the two below the best logit.
       rounding: the largest error of a logit there in the dtype of the weights.
       top2_gaps: of the best two logits there: in float32, in plain decoding's own pass, in the
         other's; None where that was not decoded again.
@@ -62,12 +62,12 @@ class RowAudit:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What ``audit`` found of a call.
+    """The result of ``audit``.
 
     Attributes:
       num_rows: prompts whose outputs were compared.
-      rows: those that were examined: the rows that differ, or all. Of the others only the tokens
-        are known to be equal.
+      rows: the examined rows: those that differ, or all. For the others only the equality of the
+        tokens is known.
       width: K + 1, the tokens of a verify pass.
     """
 
@@ -127,7 +127,7 @@ def pooled_factor(num_positions: int) -> float:
 
 
 class Trail(NamedTuple):
-    """What a decoding's own logits say of its tokens.
+    """How a decoding's own logits support its tokens.
 
     Attributes:
       name: of the decoding, for sentences.
@@ -136,7 +136,8 @@ class Trail(NamedTuple):
       pooled: the same of all positions together, root mean square.
       own_gap: f64[N], how far its token lies below the best of its own logits.
       tolerance: what of that gap the rounding of one logit explains.
-      parts_at: where the second run gave another token than the first; None: nowhere.
+      parts_at: the position where the second run gave another token than the first; None if
+        nowhere.
     """
 
     name: str
@@ -148,7 +149,7 @@ class Trail(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The token of one output where the two part.
+    """The token of one output where the two diverge.
 
     Attributes:
       name: of the output, for sentences.

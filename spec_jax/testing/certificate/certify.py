@@ -71,21 +71,23 @@ def certify(
     has_memory: bool = False,
     processors: Sequence[Processor] = (),
 ) -> Certificate:
-    """Certifies that decoding with a rule and a drafter leaves the target's distribution as it is.
+    """Certifies that decoding with a rule and a drafter keeps the target's distribution.
 
     The target is a toy of few tokens. The drafts, coins and last tokens of rounds of 1 to 4 drafts
     are enumerated through the functions that the decoder calls, under twenty-two settings of the
-    sampling parameters, with tokens that are all but sure and others that underflow float32 (see
-    ``Certificate.p`` and ``q``); the compiled loop is tested by chi-square, and a drafter against
-    what it reports. A drafter with a memory decodes prompts again with the same seeds, after it has
-    learned from them. The certificate says what was proved and what was not.
+    sampling parameters, with tokens that are nearly certain and others that underflow float32 (see
+    ``Certificate.p`` and ``q``); the compiled loop is tested by chi-square, and the drafter's draws
+    are compared with the distributions that it reports. A drafter with a memory decodes prompts
+    again with the same seeds, after it has learned from them. The certificate says what was proved
+    and what was not.
 
     Args:
       rule: a ``Rule``, a function that returns one, the name of one of the package, or
         ``module:NAME``; by default "residual".
       drafter: a ``Drafter``, a function of the target that returns one, or ``module:NAME`` of
-        either. A function is called with small targets; a ``Drafter`` has the vocabulary that it
-        has. By default a toy draft model, and for the rule also a deterministic drafter and a tree.
+        either. A function is called with small targets; a ``Drafter`` keeps its own vocabulary. By
+        default a toy draft model is used, and to certify the rule also a deterministic drafter and
+        a tree.
       params: the drafter's parameters, if it has any, a function that makes them for a target, or
         its ``Memory``, empty.
       draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution that the next draft
@@ -104,8 +106,8 @@ def certify(
       The certificate; print it.
 
     Raises:
-      CertificateError: something differs. The message names the shortest text after which a token
-        has another probability than it should, and ``error.certificate`` has the checks that
+      CertificateError: a distribution differs. The message names the shortest text after which a
+        token has another probability than it should, and ``error.certificate`` has the checks that
         passed before.
       ConfigError: there is no such rule or drafter, or it cannot be certified with small models.
     """
@@ -195,7 +197,7 @@ class _Run:
         return [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
 
     def _enumerate(self, subject: Subject, num_draft: int) -> None:
-        """Every outcome of one round, after many texts; the toy's if drafts cannot be forced."""
+        """Enumerates a round after many texts; of the toy drafter if drafts cannot be forced."""
         if subject is self.main and self.is_forced:
             self.is_forced = self._enumerate_forced(subject, num_draft)
             if self.is_forced:
@@ -282,7 +284,7 @@ class _Run:
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
     def _misreport(self, check: Callable[..., Any], forced: Forced) -> None:
-        """Sees that the enumeration would find a wrong report, where the rule reads it."""
+        """Checks that the enumeration detects a wrong report, if the rule reads it."""
         flat = np.sqrt(forced.proposal.probs)
         flat /= np.maximum(flat.sum(axis=2, keepdims=True), 1e-9)
         wrong = forced._replace(proposal=forced.proposal.replace(probs=flat))
@@ -392,7 +394,7 @@ class _Run:
         self._add(what, "chi-square", p_value=p_value, trials=done)
 
     def certificate(self, failure: str | None) -> Certificate:
-        """Returns what has been shown so far, and what has not."""
+        """Returns the certificate of the checks so far, and what they did not prove."""
         drafter = self.main.drafter
         open_ends = [f"drafts of depth {MAX_DRAFT + 1} and more"] * (drafter.tree is None)
         if drafter.is_sampled and self.stated is None:

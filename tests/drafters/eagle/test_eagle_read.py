@@ -190,7 +190,7 @@ OTHER_MASK = MASK ^ np.isin(np.arange(V), [IDS[3], np.flatnonzero(~MASK)[0]])
         ({"d2t": OFFSETS[:-1]}, r"d2t has shape \[19\].*\[20\]"),
         ({"t2d": OTHER_MASK}, "d2t and t2d disagree"),
         ({"t2d": MASK[:-1]}, r"t2d has shape \[30\].*\[31\]"),
-        ({"t2d": OFFSETS[np.arange(V) % U]}, "no mask; expected booleans"),
+        ({"t2d": OFFSETS[np.arange(V) % U]}, "not a mask; expected booleans"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

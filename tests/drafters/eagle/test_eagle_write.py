@@ -242,7 +242,7 @@ def test_weights_that_are_not_the_configs_are_refused(tmp_path):
         ({n: w for n, w in params.items() if n != "norm"}, "^norm is missing; .*16"),
         (params | {"q": params["q"][:3]}, r"^q has shape \[3, 12\]; its config asks .*\[32, 12\]"),
         (params | {"d2t": params["d2t"][:-1]}, r"^d2t has shape \[19\]"),
-        (params | {"d2t": jnp.asarray(IDS[::-1])}, "d2t is no table of offsets"),
+        (params | {"d2t": jnp.asarray(IDS[::-1])}, "d2t is not a table of offsets"),
         (params | {"d2t": jnp.full((U,), V)}, "ids 31 to 50; expected 0 to 30"),
     ):
         with pytest.raises(WeightsError, match=message):
