@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from spec_jax.sharding import ambient, by_shard, constrain, spec
@@ -30,6 +31,8 @@ MIN_BLOCKED = 8192  # a cache of fewer slots is read whole
 
 MIN_SPLASH = 1024  # tokens; shorter sequences are not attended over by a TPU's kernel
 SPLASH_BLOCK = 512
+
+SUMS = "attention sums"  # of ``causal_parts``, as policies of ``jax.checkpoint`` know them
 
 
 def attend(
@@ -471,6 +474,7 @@ def _causal_forward(q, k, v, begins, scale):
     zeros = _shared(jnp.zeros(q.shape[:-1], jnp.float32))
     out = _shared(jnp.zeros((*zeros.shape, v.shape[-1]), jnp.float32))
     sums, _ = jax.lax.scan(add, (zeros - 1e30, zeros, out), _pairs(len(q)))
+    sums = tuple(checkpoint_name(x, SUMS) for x in sums)
     return sums, (q, k, v, begins, sums[0])
 
 

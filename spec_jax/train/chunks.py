@@ -57,7 +57,8 @@ def chain_loss(
         means = jnp.where(counts, losses, 0.0).sum(axis=(0, 2)) / total
         return jnp.sum(means * shares), (means, drafts)
 
-    size = min(max(rows_at_once(B) // (B * K) // 16 * 16, 16), T)
+    most = max(rows_at_once(B) // (B * K), 16)
+    size = -(-T // -(-T // most))  # chunks of one size, since the last one is padded
     cut = lambda x, axis: cut_chunks(x, axis, size)
     rest = cut(counts, 2), jax.tree.map(lambda x: cut(x, 1), true)
     loss, means, drafts = sum_chunks(chunk, params, cut(states, 2), rest)

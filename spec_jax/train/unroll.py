@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Head
-from spec_jax.models.attention import causal_attention, causal_parts, grouped, ungrouped
+from spec_jax.models.attention import SUMS, causal_attention, causal_parts, grouped, ungrouped
 
 
 @flax.struct.dataclass
@@ -94,6 +94,13 @@ def shifted(x: jax.Array, by: int, num_rows: int) -> jax.Array:
     return jnp.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2)) if short else part
 
 
+# Else each array that is read by the gradient, such as each part of a norm, is stored K times.
+_is_stored = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(SUMS),
+)
+
+
 def unroll(
     head: Head,
     params: dict,
@@ -115,14 +122,16 @@ def unroll(
       tokens: i32[B,T+2].
       num_steps: K.
       begins: i32[B,T+2], where each token's document begins, see ``Batch``.
-      is_remat: Whether the backward pass computes each step again instead of storing it.
+      is_remat: Whether the backward pass computes each step again; otherwise its products of
+        matrices and the sums of its attention are stored.
 
     Returns:
       dtype[K,B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
       of step j are meaningless, as the tokens that they join lie outside of the window.
     """
     B, T = tokens.shape[0], tokens.shape[1] - 2
-    feed = jax.checkpoint(head.feed) if is_remat else head.feed
+    policy = None if is_remat else _is_stored
+    feed = jax.checkpoint(head.feed, policy=policy, prevent_cse=num_steps == 1)
 
     def run(carry, step):
         state, cache = carry

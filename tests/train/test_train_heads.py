@@ -202,6 +202,21 @@ def test_a_row_of_the_unrolling_sees_no_later_token():
         np.testing.assert_array_equal(touched[step][:, :8], np.tril(np.ones((8, 8), bool)))
 
 
+@pytest.mark.parametrize("is_remat, stored", [(False, 2), (True, 0)])
+def test_a_step_of_the_unrolling_stores_products_and_no_elementwise_values(is_remat, stored):
+    head, tokens = untrained("eagle-3"), tokens_of(1, W)
+    view = view_of(head.config, tokens).view
+
+    def states(params):
+        params = {"head": params, "target": TARGET.params}
+        functions = eagle_head(head.config, TARGET.model)
+        return unroll(functions, params, view.features, tokens, K, is_remat=is_remat)
+
+    kept = jax.eval_shape(lambda params: jax.vjp(states, params)[1], head.params)
+    wide = (K, 1, W - 2, CONFIG.intermediate_size)  # the gate, and what it multiplies
+    assert sum(x.shape == wide for x in jax.tree.leaves(kept)) == stored
+
+
 def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
     """Values and gradients, against one explicit mask over the keys of all steps."""
     steps, B, T, G, H = 3, 1, 70, 2, 4
