@@ -120,6 +120,45 @@ def get_config() -> ConfigDict:
             "seed": 0,
         }
     )
+    config.slots = ConfigDict(
+        {
+            "families": "attention,hybrid,latent",  # of the next three
+            "attention": _shape(language),
+            "hybrid": {
+                "vocab_size": 4096,
+                "hidden_size": 256,
+                "intermediate_size": 768,
+                "num_hidden_layers": 4,  # of which the last one attends
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "linear_num_key_heads": 4,  # of the delta nets
+                "linear_num_value_heads": 8,
+                "linear_key_head_dim": 32,
+                "linear_value_head_dim": 32,
+            },
+            "latent": {
+                "vocab_size": 4096,
+                "hidden_size": 256,
+                "intermediate_size": 768,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "q_lora_rank": 192,  # width of a query's latent
+                "kv_lora_rank": 128,  # width of a slot's latent
+                "qk_nope_head_dim": 32,  # width of a key, but for
+                "qk_rope_head_dim": 32,  # ... its rotated part
+                "v_head_dim": 32,  # width of a value
+            },
+            "few": 1024,  # slots of the short cache
+            "many": 16384,  # and of the long one
+            "prompt_tokens": 256,
+            "k": 4,
+            "conditional_rate": 0.8,  # of every position
+            "rounds": 16,  # of one timing
+            "repeats": 9,
+            "seed": 0,
+        }
+    )
     config.adaptive = ConfigDict(
         {
             "target": config.llama110m.target.to_dict(),
@@ -176,6 +215,7 @@ def get_config() -> ConfigDict:
             "block_round": 1.15,  # a round that drafts a block over its three passes; at most
             "streaming": 1.10,  # streaming over one uninterrupted loop; at most
             "replay": 1.15,  # a round that replays its window over the verify pass alone; at most
+            "slots": 1.10,  # a round's processor time in a long cache over a short one; at most
             "predicted": 0.95,  # measured over predicted; at least
             "draft": 0.15,  # a token of a draft model over a target pass; at most
             "no_draft": 1.05,  # generate at K = 0 over the fastest plain loop; at most

@@ -11,6 +11,7 @@ The parts:
   streaming     text after every round of that shape
   adaptive      adaptive K against plain decoding and the best fixed K
   cpu_layout    a target pass in every layout of the weights, on a CPU, and what to use there
+  slots         rounds of three families in a long cache against a short one
   states        a Mamba-2 shape: what replaying the window costs
   training      training steps at the zoo's size
   peers         transformers' assisted generation and prompt lookup on the zoo's models, where torch
@@ -40,6 +41,7 @@ from experiments.benchmarks import (
     cpu_layout,
     heads,
     peers,
+    slots,
     states,
     streaming,
     synthetic,
@@ -60,6 +62,7 @@ PARTS = {
     "adaptive": adaptive,
     "cpu_layout": cpu_layout,
     "states": states,
+    "slots": slots,
     "training": training,
     "peers": peers,
 }

@@ -63,6 +63,7 @@ class GenerateTimer:
     Attributes:
       tokens: The output ids of every row of the last run, with prefill's token.
       stats: The counts of all rows of the last run.
+      cpu_ms: Processor time of a unit in the last run, in milliseconds.
     """
 
     def __init__(
@@ -88,17 +89,18 @@ class GenerateTimer:
         self()
 
     def __call__(self) -> float:
-        seconds = num_rounds = 0
+        seconds = cpu_seconds = num_rounds = 0
         self.tokens, rows = [], []
         for state in self._states:
             carry = jax.block_until_ready(jax.tree.map(jnp.copy, state))
             stop, max_rounds = jnp.zeros_like(carry.finish), jnp.int32(self._max_rounds)
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             final, chunk = decoding.generate(
                 self._params, carry, stop, max_rounds, system=self._system
             )
             jax.block_until_ready(chunk)
             seconds += time.perf_counter() - begin
+            cpu_seconds += time.process_time() - cpu_begin
             num_rounds += int(chunk.rounds)
             tokens, kind, offered = map(np.asarray, (final.tokens, final.kind, final.offered))
             for row, (first, end) in enumerate(zip(final.prompt_length, chunk.total)):
@@ -109,6 +111,7 @@ class GenerateTimer:
         if self._is_round and num_rounds == 0:
             raise ValueError("no round was run: the states have no room for one")
         count = num_rounds if self._is_round else self.stats.emitted - self.stats.first
+        self.cpu_ms = cpu_seconds * 1e3 / max(count, 1)
         return seconds * 1e3 / max(count, 1)
 
 

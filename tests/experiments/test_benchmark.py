@@ -64,6 +64,8 @@ def config():
     config.states.target.update(
         vocab_size=31, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=16, state_size=4
     )
+    config.slots.update(few=64, many=128, prompt_tokens=5, k=2, rounds=4, repeats=2)
+    config.slots.attention.update(TINY)
     config.adaptive.update(buckets=(0, 2), rates=(0.0, 0.9), batches=(2,), slots=128)
     config.adaptive.update(prompt_tokens=5, rounds=12, repeats=2)
     config.adaptive.target.update(TINY)
@@ -134,6 +136,18 @@ def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_
 
 
 @pytest.mark.exhaustive
+def test_many_slots_are_held_against_few_of_the_same_run(config, tmp_path):
+    config = config.copy_and_resolve_references()
+    config.slots.families = "attention"
+    record = benchmark.run(config, tmp_path, ("slots",))
+    assert [line["bar"] for line in record["lines"]] == [config.bars.slots, None, None, None]
+    for line, name in zip(record["lines"][::2], ("cpu_times_ms", "times_ms")):
+        times = record["parts"]["slots"][name]
+        ratios = np.divide(times["('attention', 128)"], times["('attention', 64)"])
+        assert line["value"] == pytest.approx(np.median(ratios)) and len(ratios) == 2
+
+
+@pytest.mark.exhaustive
 def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
     record = benchmark.run(config, tmp_path, ("adaptive",))
     assert [line["bar"] for line in record["lines"]] == [1.03, 0.95, 1.1, 1.1]
@@ -168,6 +182,8 @@ SECTIONS = [
     ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
     ("blocks", {"slots": 16}, "blocks.slots is 16; prompt and rounds need"),
     ("blocks", {"shapes": "zoo,7b"}, "blocks.shapes is 'zoo,7b'; expected some of zoo, llama110m"),
+    ("slots", {"families": "mamba"}, "slots.families is 'mamba'; expected some of attention"),
+    ("slots", {"few": 16}, "slots.few is 16 and slots.many 128; prompt and rounds need 20"),
     ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
     ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
     ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
