@@ -13,6 +13,7 @@ from support.tiny_models import LLAMA
 
 from spec_jax import load_draft, load_model
 from spec_jax.drafters.block.model import block_drafter, block_states
+from spec_jax.drafters.block.objective import candidate_loss
 from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
@@ -150,3 +151,28 @@ def test_what_they_save_again_is_the_same_block_drafter_here(tmp_path, target, n
     again = load_draft(tmp_path / "theirs", target)
     assert again.config == config
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+
+
+@torch.no_grad()
+def test_labels_among_candidates_cost_the_same_there(tmp_path, target):
+    """In nats, of labels that are candidates and of others, by the package's own selector."""
+    from speculators.models.dflash2 import metrics
+
+    config = CASES["dflash2"]
+    head = head_of(config)
+    head.save(tmp_path, target, format="speculators")
+    theirs = load_theirs(tmp_path, config)
+    rng = np.random.default_rng(3)
+    base = rng.normal(size=(1, 24, LLAMA.vocab_size)).astype(np.float32)
+    x = rng.normal(size=(1, 24, LLAMA.hidden_size)).astype(np.float32)
+    before, labels = rng.integers(0, LLAMA.vocab_size, (2, 1, 24))
+    nats, is_candidate = candidate_loss(head.params, base, x, before, labels, config)
+    logits, selector = torch.tensor(base), theirs.candidate_selector
+    likely = logits.topk(selector.top_k, dim=-1).indices
+    ids, place, has_label = metrics.selector_training_candidates(likely, torch.tensor(labels))
+    h = theirs.norm(torch.tensor(x))
+    scores = selector.score_candidates(logits, h, torch.tensor(before), ids)
+    expected = torch.nn.functional.cross_entropy(scores[0], place[0], reduction="none")
+    np.testing.assert_array_equal(is_candidate, has_label)
+    assert 0 < is_candidate.sum() < is_candidate.size
+    np.testing.assert_allclose(nats[0], expected, rtol=1e-5, atol=1e-5)
