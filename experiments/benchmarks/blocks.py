@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,15 +17,17 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters.block.config import BlockConfig, DSparkConfig
 from spec_jax.drafters.block.model import block_states, inject
 from spec_jax.drafters.block.steps import normed
+from spec_jax.drafters.eagle.model import PEagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.passes import TimedPass, pass_timer, steps_timer
 from spec_jax.evaluation.timing import Timer, measure_all
-from spec_jax.loading import random_head
+from spec_jax.loading import LoadedModel, random_head
 from spec_jax.sampling import argmax
 
 ROUNDS = 24  # in one call
 _SHAPES = ("zoo", "llama110m")
+_PARALLEL = "P-EAGLE round"
 
 
 def block_step(decoder: SpeculativeDecoder, config: BlockConfig, slots: int) -> TimedPass:
@@ -62,20 +65,29 @@ def _half_full(decoder: SpeculativeDecoder, slots: int):
     return cache.commit(jnp.full((1,), slots // 2, jnp.int32))
 
 
+def round_timer(decoder: SpeculativeDecoder, prompt: list[int], slots: int) -> Timer:
+    """Returns the timer of whole rounds of one row."""
+    system = decoder.system()
+    max_new_tokens = slots - len(prompt) - system.lookahead_slots
+    state = start(system, decoder.params(), [prompt], slots, max_new_tokens)
+    return GenerateTimer(system, decoder.params(1), [state], max_rounds=ROUNDS, unit="round")
+
+
+def parallel_decoder(target: LoadedModel, config: ConfigDict) -> SpeculativeDecoder:
+    """Returns a decoder with a P-EAGLE head of as many layers, with random weights."""
+    shape = PEagleConfig.of_target(target.config, num_layers=config.num_layers, max_draft=config.k)
+    head = random_head(shape, jax.random.key(config.seed + 2))
+    return SpeculativeDecoder(target, head, SpeculativeConfig("peagle", config.k))
+
+
 def case_makers(
     name: str, decoder: SpeculativeDecoder, config: BlockConfig, prompt: list[int], slots: int
 ) -> dict[tuple[str, str], Callable[[], Timer]]:
     """Returns makers of timers of a round and of its parts, each a jitted loop, one row."""
     system, params = decoder.system(), decoder.params(1)
-
-    def whole_round() -> Timer:
-        max_new_tokens = slots - len(prompt) - system.lookahead_slots
-        state = start(system, decoder.params(), [prompt], slots, max_new_tokens)
-        return GenerateTimer(system, params, [state], max_rounds=ROUNDS, unit="round")
-
     width = system.num_draft + 1
     return {
-        (name, "round"): whole_round,
+        (name, "round"): lambda: round_timer(decoder, prompt, slots),
         (name, "block"): lambda: steps_timer([block_step(decoder, config, slots)], 1),
         (name, "verify"): lambda: pass_timer(system.target, params["target"], width, slots, 1),
         (name, "injection"): lambda: steps_timer([inject_step(decoder, config, slots)], 1),
@@ -94,7 +106,10 @@ def check(config: ConfigDict) -> None:
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
-    """Times greedy rounds of a DSpark head with random weights, and the parts of these rounds."""
+    """Times greedy rounds of a DSpark head with random weights, and the parts of these rounds.
+
+    Beside them stand rounds of a P-EAGLE head of as many layers.
+    """
     bars, config = config.bars, config.blocks
     makers, found = {}, {}
     for name in cli.listed(config.shapes):
@@ -105,11 +120,14 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
         decoder = SpeculativeDecoder(target, head, SpeculativeConfig("dspark", config.k))
         prompt = random_prompt(target, config)
         makers |= case_makers(name, decoder, shape, prompt, config.slots)
+        other = functools.partial(round_timer, parallel_decoder(target, config), prompt)
+        makers[name, _PARALLEL] = functools.partial(other, config.slots)
         found[name] = {"target": facts(target, config[name]), "head_parameters": head.num_params}
     _, times = measure_all("blocks", makers, config.repeats)
     lines = []
     for name in found:
         own = {what: ms for (shape, what), ms in times.items() if shape == name}
+        parallel = own.pop(_PARALLEL)
         label = f"{name}, DSpark round, K={config.k}"
         parts = own["block"] + own["verify"] + own["injection"]
         lines += [
@@ -123,5 +141,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
                 Line(f"{label}, {what}" if what != "round" else label, ms, "ms")
                 for what, ms in own.items()
             ),
+            Line(f"{name}, {_PARALLEL}, K={config.k}", parallel, "ms"),
+            Line(f"{name}, {_PARALLEL} / DSpark round", parallel / own["round"]),
         ]
     return Result(lines, {"weights": "random", "shapes": found, "times_ms": listed(times)})
