@@ -18,7 +18,8 @@ from support.pairwise import covering, feasible_pairs, pairs_of, product
 from support.sharded import Case, decode, is_feasible
 
 FACTORS = sharded.FACTORS._asdict()
-COVERING = [Case(**chosen) for chosen in covering(FACTORS, is_feasible, tries=10)]
+# Of 200 seeds this one makes the fewest cases, 24.
+COVERING = [Case(**chosen) for chosen in covering(FACTORS, is_feasible, tries=10, seed=195)]
 MAIN = ("mesh", "target", "drafter", "member", "tree", "rule")
 _ONE = dict(mesh="data:2,tensor:4", target="llama", drafter="standalone", member="first")
 _ONE |= dict(tree="chain", rule="match", sampling="bare", layers="separate", draft="sharded")
@@ -91,7 +92,7 @@ def test_the_product_of_choices_gives_the_tokens_of_one_device(mesh, drafter):
 def test_every_pair_of_choices_occurs_in_the_covering():
     found = set().union(*(pairs_of(case._asdict()) for case in COVERING))
     assert found == feasible_pairs(FACTORS, is_feasible)
-    assert all(is_feasible(**case._asdict()) for case in COVERING) and len(COVERING) < 30
+    assert all(is_feasible(**case._asdict()) for case in COVERING) and len(COVERING) < 26
 
 
 def test_a_covering_is_small_and_leaves_out_what_does_not_go_together():

@@ -37,7 +37,10 @@ def product(
 
 
 def covering(
-    factors: Mapping[str, Sequence[str]], is_feasible: Callable[..., bool], tries: int = 50
+    factors: Mapping[str, Sequence[str]],
+    is_feasible: Callable[..., bool],
+    tries: int = 50,
+    seed: int = 0,
 ) -> list[dict[str, str]]:
     """Chooses cases until every pair of choices that occurs in any case has occurred.
 
@@ -47,8 +50,9 @@ def covering(
     Args:
       factors, is_feasible: of ``product``.
       tries: more of them make fewer cases.
+      seed: of the choices at random; another one may make fewer cases.
     """
-    draw = random.Random(0)
+    draw = random.Random(seed)
     left = feasible_pairs(factors, is_feasible)
     cases = []
     while left:
