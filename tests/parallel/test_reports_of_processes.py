@@ -1,4 +1,4 @@
-"""Decoding and evaluating in two processes: one writer, and the report of one device."""
+"""Evaluating in two processes: one writer, and the report of one device."""
 
 import json
 
@@ -8,8 +8,7 @@ from support.files import held_out, tiny_config, tokenizer_of, write_lines
 from support.launched import run
 from support.tiny_models import random_weights
 
-from configs import decode_default, evaluate_zoo
-from experiments.decode import decode
+from configs import evaluate_zoo
 from experiments.evaluate import evaluate
 from spec_jax.models.checkpoint import save_pretrained
 
@@ -31,14 +30,14 @@ def files(tmp_path_factory):
     return folder
 
 
-def launch(experiment, values, folder):
+def launch(values, folder):
     """The report that two processes write; a tuple is written with commas."""
     text = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
     options = [f"--config.{name}={text(value)}" for name, value in values.items()]
     code, output = run(
         2,
         2,
-        f"experiments.{experiment}",
+        "experiments.evaluate",
         *options,
         "--config.mesh=data:2,tensor:2",
         f"--workdir={folder}",
@@ -48,29 +47,17 @@ def launch(experiment, values, folder):
 
 
 @pytest.mark.exhaustive
-def test_decode(files, tmp_path):
-    values = dict(target=str(files / "target"), drafts=str(files / "draft"))
-    values |= dict(data=str(files / "prompts.jsonl"), num_prompts=4, batches=(4,))
-    values |= dict(max_new_tokens=8, ks=(2,), temperatures=(0.0,), has_stream=False)
-    two = launch("decode", values, tmp_path / "two")
-    config = decode_default.get_config()
-    config.update(values)
-    one = decode(config, tmp_path / "one")
-    counts = lambda report: [[row[name] for name in COUNTS] for row in report["results"]]
-    assert counts(two) == counts(one)
-    assert [row["identical_to_plain"] for row in two["results"]] == [True, True]
-    assert two["results"][1]["accepted"] > 0
-
-
-@pytest.mark.exhaustive
 def test_evaluate(files, tmp_path):
+    """``experiments.decode`` is the same experiment with other values."""
     values = dict(target=str(files / "target"), drafts=str(files / "draft"))
     values |= dict(data=str(files / "prompts.jsonl"), num_prompts=4, batches=(4,))
     values |= dict(max_new_tokens=8, ks=(2,), repeats=1)
-    two = launch("evaluate", values, tmp_path / "two")["results"]
+    two = launch(values, tmp_path / "two")["results"]
     config = evaluate_zoo.get_config()
     config.update(values)
     one = evaluate(config, tmp_path / "one")["results"]
-    assert [row["rounds"] for row in two] == [row["rounds"] for row in one]
+    counts = lambda results: [[row[name] for name in COUNTS] for row in results]
+    assert counts(two) == counts(one)
+    assert [row["identical_to_plain"] for row in two] == [True, True]
     assert two[1]["tau"] == pytest.approx(one[1]["tau"]) and two[1]["accepted"] > 0
     assert two[1]["tau_interval"] == pytest.approx(one[1]["tau_interval"])

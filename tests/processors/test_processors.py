@@ -145,8 +145,12 @@ def test_a_processor_that_forgets_the_drafts_is_found():
 def test_a_decoder_with_it_is_certified(rule):
     certificate = testing.certify(rule, processors=[REPEATS])
     assert "repeats" in str(certificate)
+
+
+@pytest.mark.exhaustive
+def test_of_a_decoder_that_forgets_the_drafts_there_is_no_certificate():
     with pytest.raises(CertificateError):
-        testing.certify(rule, processors=[forgets_drafts()])
+        testing.certify("residual", processors=[forgets_drafts()])
 
 
 def test_of_a_tree_each_node_follows_its_own_path():
