@@ -5,7 +5,7 @@ r"""The zoo's DFlash head: seven drafts in one pass, none of which knows the oth
 
 The responses are made as for the EAGLE-3 head. Text, order, steps and cost are those of
 configs/train_zoo_eagle3.py with --config.steps=1000: num_anchors is chosen so that a step takes as
-many CPU-seconds, 1.5. Not yet run to the end.
+many CPU-seconds, 1.6: 27 CPU-minutes. Expected: a tau of 2.3 on the 16 functions of the evaluation.
 """
 
 import math
