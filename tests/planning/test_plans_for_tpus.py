@@ -82,7 +82,7 @@ PROGRAMS = {
     "eagle-3": Bound(eagle3(SMALL), 2 * L + 24, 1e9),
     "eagle-3, 128 rows": Bound(eagle3(SMALL), 2 * L + 24, 1e9, batch=128, slots=1024),
     "eagle-3, tree": Bound(eagle3(SMALL), 2 * L + 24, 0.1e9, tree=TreeConfig(children=(3, 2, 1))),
-    "mtp": Bound(MtpConfig.of_target(SMALL), 2 * L + 30, 1e9),
+    "mtp": Bound(MtpConfig.of_target(SMALL), 2 * L + 2 * K + 24, 1e9),  # as "standalone"
 }
 
 
