@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 from spec_jax.sharding import ambient, by_shard, constrain, spec
 
 # ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
-# takes more time than its products save. A cache of fewer slots is always read whole.
+# takes more time than its products save. Of a long cache it may read less, see ``prefix_sizes``. A
+# cache of fewer slots is always read whole.
 PREFIXES = (1, 2)
 NUM_PARTS = 8
 MIN_SLOTS = 512
+MIN_PREFIX = 256  # a shorter prefix is not worth a program of its own
 
 # ``attend_filled`` reads blocks of slots. Each step of its loop costs microseconds beside what it
 # reads and computes, so a block is large; its scores lie in memory, so it is not larger.
@@ -65,6 +67,19 @@ def attend(
     return ungrouped(out.reshape(B, G, N // G, T, -1))
 
 
+def prefix_sizes(num_slots: int) -> list[int]:
+    """Returns how many slots ``attend_prefix`` may read, ascending; the last is all of them.
+
+    An eighth is halved until ``MIN_PREFIX``, so that what a long cache costs depends on what it
+    holds.
+    """
+    step = -(-num_slots // NUM_PARTS)
+    halves = []
+    while step // 2 ** (len(halves) + 1) >= MIN_PREFIX:
+        halves.insert(0, step // 2 ** (len(halves) + 1))
+    return [*halves, *(i * step for i in PREFIXES), num_slots]
+
+
 def attend_prefix(
     q_BTNH: jax.Array,
     k: jax.Array,
@@ -90,10 +105,10 @@ def attend_prefix(
 
     if S < MIN_SLOTS or k.ndim == 4:
         return over(S)
-    step = -(-S // NUM_PARTS)
-    prefixes = [functools.partial(over, n) for n in (*(i * step for i in PREFIXES), S)]
+    sizes = prefix_sizes(S)
+    prefixes = [functools.partial(over, n) for n in sizes]
     last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
-    choose = lambda: jax.lax.switch(last // step, prefixes)  # beyond the last: the last
+    choose = lambda: jax.lax.switch((last >= jnp.asarray(sizes[:-1])).sum(), prefixes)
     return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])
 
 

@@ -25,6 +25,7 @@ from spec_jax.models.attention import (
     attend,
     attend_filled,
     attend_prefix,
+    prefix_sizes,
 )
 from spec_jax.models.layers import Window
 
@@ -88,8 +89,27 @@ def test_a_layer_of_a_stack_is_read_whole():
     np.testing.assert_allclose(over_prefix(q, *of_stack, mask), over_all(q, k, v, mask), atol=1e-5)
 
 
+def test_a_long_cache_has_short_prefixes():
+    """Each read holds all slots seen, and a slot in the first eighth costs at most twice itself."""
+    assert prefix_sizes(1024) == [128, 256, 1024]
+    assert prefix_sizes(16384) == [256, 512, 1024, 2048, 4096, 16384]
+    many = 8192
+    q, k, v = (
+        jnp.asarray(np.random.RandomState(i).standard_normal(shape).astype(np.float32))
+        for i, shape in enumerate([(1, 1, N, H), (G, many, H), (G, many, H)])
+    )
+    for last in (0, 255, 256, 511, 512, 1023, 2047, 2048, many - 1):
+        mask = (np.arange(many) <= last)[None, None]
+        read = next(n for n in prefix_sizes(many) if n > last)
+        assert last < read <= max(2 * (last + 1), 256) or last >= many // 4
+        spoiled = [x.at[:, read:].set(jnp.nan) for x in (k, v)]
+        out = over_prefix(q, *spoiled, mask)
+        np.testing.assert_allclose(out, over_all(q, k, v, mask), atol=1e-5)
+
+
 WINDOWS = [
     (5, S, "cpu", len(PREFIXES) + 1),
+    (5, 16384, "cpu", len(PREFIXES) + 4),
     (1, S, "cpu", len(PREFIXES) + 1),
     (5, MIN_SLOTS - 1, "cpu", 1),
     (5, S, "tpu", 1),
