@@ -180,6 +180,14 @@ def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array
     return jax.lax.fori_loop(0, is_chosen.sum(), add, jnp.zeros_like(x))
 
 
+def _groups(weight: Expert) -> tuple[jax.Array, int | jax.Array]:
+    """Matrices dtype[X,...], and the number of the first that is meant."""
+    if not isinstance(weight, OfStack):
+        return weight, 0
+    L, X, *matrix = weight.stack.shape
+    return weight.stack.reshape(L * X, *matrix), weight.place * X
+
+
 def mix_sorted(
     experts: Experts,
     x: jax.Array,
@@ -190,13 +198,13 @@ def mix_sorted(
     """Computes each expert for the tokens that chose it, which stand next to each other.
 
     A token that chose fewer than ``num_chosen`` of these experts has rows of no group, which stand
-    after all others.
+    after all others. Of a stack the experts of all layers are groups, and those of others empty.
     """
-    gate, up, down = map(_whole, experts)
+    (gate, first), (up, _), (down, _) = map(_groups, experts)
     chosen, ids = jax.lax.top_k(weights, num_chosen)
-    ids = jnp.where(chosen != 0, ids, weights.shape[1]).reshape(-1)
+    ids = jnp.where(chosen != 0, first + ids, len(gate)).reshape(-1)
     order = jnp.argsort(ids, stable=True)
-    rows, sizes = order // num_chosen, jnp.bincount(ids, length=weights.shape[1])
+    rows, sizes = order // num_chosen, jnp.bincount(ids, length=len(gate))
     product = functools.partial(ragged_dot, group_sizes=sizes.astype(jnp.int32))
     h = jax.nn.silu(product(x[rows], gate)) * product(x[rows], up)
     out = product(h * chosen.reshape(-1)[order, None], down)

@@ -5,7 +5,8 @@ compiler's own analysis counts a loop's body once. An instruction reads its oper
 results; inside of a fusion nothing else is read or written. Slices count by their size, also where
 a fusion takes them of an operand, and an update in place by what it writes. A custom call that
 writes into an operand neither reads nor writes all of it: as much counts as its other operands
-hold. Arrays in on-chip memory and scalars are free. Of a conditional the dearest branch counts.
+hold. A grouped product of a TPU reads at most one matrix for each of its rows. Arrays in on-chip
+memory and scalars are free. Of a conditional the dearest branch counts.
 """
 
 from __future__ import annotations
@@ -288,6 +289,7 @@ def _moved(program: Program, step: Step) -> tuple[int, int]:
         array = operand.arrays[0]
         if fused is None:
             part = _part_read(i, index)
+            part = _rows_of_groups(i, array) if part is None else part
         else:
             part = _part_used(program, fused, fused.parameters[index])
         read += _scaled(array, part)
@@ -321,6 +323,13 @@ def _elements(i: Instruction) -> int:
     """Elements of what a slice makes."""
     sizes = [math.prod(a.dims) for a in i.arrays]
     return sizes[1] if i.opcode.endswith("-start") else sizes[0]
+
+
+def _rows_of_groups(i: Instruction, array: Array) -> int | None:
+    """Elements that a grouped product reads of its matrices: one for each row; None: no such."""
+    is_grouped = i.opcode == "custom-call" and i.name.startswith("ragged-dot")
+    is_stack = is_grouped and len(array.dims) == 3
+    return i.arrays[0].dims[0] * math.prod(array.dims[1:]) if is_stack else None
 
 
 def _part_read(i: Instruction, index: int) -> int | None:

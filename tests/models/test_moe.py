@@ -70,6 +70,15 @@ def test_every_way_is_the_weighted_sum_of_each_tokens_experts(way, num_chosen, t
     np.testing.assert_allclose(out, expected(*drawn), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["in turn", "sorted", "copied"])
+def test_of_a_stack_the_experts_of_one_layer_are_computed(way):
+    experts, x, weights = draw(2, fewer=[(1, 1), (2, 0)])
+    layers = tuple(jnp.stack([w + 1, w, w - 1]) for w in map(jnp.asarray, experts))
+    of_layer = tuple(moe.OfStack(w, jnp.int32(1)) for w in layers)
+    out = WAYS[way](of_layer, jnp.asarray(x), jnp.asarray(weights), 2)
+    np.testing.assert_allclose(out, expected(experts, x, weights), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", ["in turn", "copied", "chosen by platform"])
 def test_an_expert_that_no_token_chose_is_not_computed(way):
     """Its weights may be anything, even where a product with zero is not zero.

@@ -203,6 +203,30 @@ def test_a_call_that_writes_into_an_operand_moves_what_it_is_given_beside_it():
     assert (moves["written"].read, moves["written"].written) == (rows, 2 * rows)
 
 
+def test_a_grouped_product_reads_a_matrix_for_each_row():
+    """At most: of 96 matrices eight rows read eight, and a hundred rows all."""
+
+    def read(rows):
+        shape = f"bf16[{rows},256]{{1,0:T(8,128)(2,1)}}"
+        return f"""\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (w: bf16[96,256,256], x: bf16[{rows},256]) -> bf16[{rows},256] {{
+  %w = bf16[96,256,256]{{2,1,0:T(8,128)(2,1)}} parameter(0)
+  %x = {shape} parameter(1)
+  ROOT %ragged-dot-none.1 = {shape} custom-call(%x, %w), custom_call_target="tpu_custom_call"
+}}
+"""
+
+    for rows, matrices in ((8, 8), (104, 96)):
+        (move,) = (
+            m
+            for m in traffic.of_call(hlo.read(read(rows))).moves
+            if m.step.instruction.opcode == "custom-call"
+        )
+        assert move.read == 2 * 256 * (256 * matrices + rows)
+
+
 def test_a_copy_of_a_weight_is_none_of_a_cache_of_its_shape():
     program, layer = hlo.read(ALIASED), 4 * 32 * 128
     found = lambda caches: [c.name for c in traffic.cache_copies(program, program.call(), caches)]
