@@ -133,9 +133,9 @@ def get_config() -> ConfigDict:
                 "num_key_value_heads": 2,
                 "head_dim": 64,
                 "linear_num_key_heads": 4,  # of the delta nets
-                "linear_num_value_heads": 8,
-                "linear_key_head_dim": 32,
-                "linear_value_head_dim": 32,
+                "linear_num_value_heads": 8,  # likewise
+                "linear_key_head_dim": 32,  # numbers of a key
+                "linear_value_head_dim": 32,  # numbers of a value
             },
             "latent": {
                 "vocab_size": 4096,

@@ -50,8 +50,8 @@ def get_config() -> ConfigDict:
             # For dflash2, 0: 256, 16, 2 and 16
             "selector_rank": 0,  # of the scores of pairs
             "selector_top_k": 0,  # candidates
-            "conv_kernel_size": 0,
-            "conv_group_size": 0,
+            "conv_kernel_size": 0,  # tokens that a convolution mixes
+            "conv_group_size": 0,  # channels that share what a state adds to their taps
         }
     )
     config.loss = ConfigDict(
