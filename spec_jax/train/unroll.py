@@ -94,10 +94,11 @@ def shifted(x: jax.Array, by: int, num_rows: int) -> jax.Array:
     return jnp.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2)) if short else part
 
 
-# Else each array that is read by the gradient, such as each part of a norm, is stored K times.
-_is_stored = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(SUMS),
+# What the backward pass finds stored, of each step. Without a policy a loop would store each array
+# that is read by the gradient, such as each part of a norm.
+_SUMS = jax.checkpoint_policies.save_only_these_names(SUMS)
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _SUMS
 )
 
 
@@ -122,15 +123,15 @@ def unroll(
       tokens: i32[B,T+2].
       num_steps: K.
       begins: i32[B,T+2], where each token's document begins, see ``Batch``.
-      is_remat: Whether the backward pass computes each step again; otherwise its products of
-        matrices and the sums of its attention are stored.
+      is_remat: Whether the backward pass computes each step again from the sums of its attention;
+        otherwise its products of matrices are stored, too.
 
     Returns:
       dtype[K,B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
       of step j are meaningless, as the tokens that they join lie outside of the window.
     """
     B, T = tokens.shape[0], tokens.shape[1] - 2
-    policy = None if is_remat else _is_stored
+    policy = _SUMS if is_remat else _PRODUCTS
     feed = jax.checkpoint(head.feed, policy=policy, prevent_cse=num_steps == 1)
 
     def run(carry, step):
