@@ -146,6 +146,15 @@ MUTATIONS = mutants.read("""
     experts of other devices are left out
         by_shard.on_part: jax.lax.psum(x_, over) -> x_
         test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows
+    of a stack the experts of the first layer are computed
+        moe._groups: weight.place * X -> 0 * weight.place
+        test_of_a_stack_the_experts_of_one_layer_are_computed
+    a loop takes layers that do not repeat
+        runs.shortest_runs: same[period] // period + 2 -> same[period] // period + 3
+        test_runs_are_the_shortest_that_hold_every_layer_in_order
+    layers of a loop write one window
+        StateCache.with_window: f_(g_, index=index, axis=0) -> f_(g_, index=0, axis=0)
+        test_a_loop_over_layers_decodes_as_layers_in_turn
     gates and their other halves are exchanged
         tensors.unfused: ("gate_proj", "up_proj") -> ("up_proj", "gate_proj")
         test_logits_of_a_directory_written_by_transformers
