@@ -123,8 +123,8 @@ def get_config() -> ConfigDict:
     config.log_every = 10  # steps between two lines of metrics.jsonl
     config.checkpoint_every_s = 120.0  # seconds between two checkpoints
     # For eagle3 SpecForge, EAGLE-3 or speculators; for peagle SpecForge or speculators; for dflash
-    # z-lab, DeepSpec or speculators; for dspark DeepSpec or speculators. Empty: the first that can
-    # express the head.
+    # z-lab, DeepSpec or speculators; for dflash2 z-lab or speculators; for dspark DeepSpec or
+    # speculators. Empty: the first that can express the head.
     config.export_format = ""
     config.export_dtype = "bfloat16"  # of the stored tensors
     # For mtp: also a copy of the target's directory, model/, with the modules in place of its own.

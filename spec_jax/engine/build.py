@@ -346,7 +346,11 @@ def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
       ConfigError: something else, a name that stands twice or is the package's own, or an observer
         of all rows together.
     """
-    reserved = {"logprobs": "generate(logprobs=True)", "expected": "has_expected=True"}
+    reserved = {
+        "logprobs": "generate(logprobs=True)",
+        "expected": "has_expected=True",
+        "expected drafts": 'adaptive={"by_confidence": True}',
+    }
     names = []
     for observer in observers:
         if not isinstance(observer, Observer):

@@ -133,7 +133,7 @@ class SpeculativeDecoder(Shown):
       observers: functions that watch the rounds, see ``Observer``; their states are in
         ``Generation.seen``.
       prefill_chunk: how many tokens of a prompt are fed in one pass, by default 512. Longer prompts
-        take several passes, so the memory of a pass does not grow with the prompt.
+        take several passes, each of which holds the activations of that many tokens only.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.

@@ -23,7 +23,7 @@ EXPERTS = ("experts_gate", "experts_up", "experts_down")
 
 
 class OfStack(NamedTuple):
-    """A weight of one layer of a stack, of which only what is read is taken out.
+    """One layer's weight, inside the stack of all layers; only what is indexed is read.
 
     Attributes:
       stack: of all layers, along the first axis.

@@ -123,8 +123,8 @@ def unroll(
       tokens: i32[B,T+2].
       num_steps: K.
       begins: i32[B,T+2], where each token's document begins, see ``Batch``.
-      is_remat: Whether the backward pass computes each step again from the sums of its attention;
-        otherwise its products of matrices are stored, too.
+      is_remat: If True, only the sums of each step's attention are stored for the backward pass,
+        which computes the rest again; otherwise products of matrices are stored as well.
 
     Returns:
       dtype[K,B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows

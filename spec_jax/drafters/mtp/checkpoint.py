@@ -112,7 +112,7 @@ class OpenModules(NamedTuple):
 
     Attributes:
       format: how the tensors are named.
-      config: the modules', with an embedding and an output head of their own only if told so.
+      config: the modules'; its ``has_own_*`` are False unless overridden.
       ends: the names of the modules' embeddings and output heads that are stored, by "embed" and
         "head".
       shards: all tensors of the directory.

@@ -112,8 +112,13 @@ def _may_own(modules: OpenModules, end: str) -> tuple[bool, ...]:
     original = targets_end(end, names)
     if not stored:
         return (False,)
-    of = lambda name: (modules.shards.tensor(name).shape, modules.shards.tensor(name).dtype)
-    is_copy = original in names and all(of(name) == of(original) for name in stored)
+
+    def holds(name):  # also the target's own array, without loss
+        copy, whole = modules.shards.tensor(name), modules.shards.tensor(original)
+        is_wider = copy.dtype.itemsize > whole.dtype.itemsize
+        return copy.shape == whole.shape and (is_wider or copy.dtype == whole.dtype)
+
+    is_copy = original in names and all(map(holds, stored))
     return (True, False) if is_copy else (True,)
 
 

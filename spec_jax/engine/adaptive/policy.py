@@ -131,7 +131,9 @@ class Tuner:
         lifts, (usual, latest) = [1.0], self.outlook
         for i in range(len(self.reached)):
             mean = usual.at(i)
-            lifts.append(latest.at(i, mean, RECENT_COUNTS) / mean if mean > 0 else lifts[-1])
+            lifts.append(
+                latest.at(i, mean * lifts[-1], RECENT_COUNTS) / mean if mean > 0 else lifts[-1]
+            )
         return tuple(lifts[1:])
 
     def choose(self, costs: RoundCosts, lag: int = 0) -> tuple[Plan, Tuner]:

@@ -106,9 +106,9 @@ def certify(
       The certificate; print it.
 
     Raises:
-      CertificateError: a distribution differs. The message names the shortest text after which a
-        token has another probability than it should, and ``error.certificate`` has the checks that
-        passed before.
+      CertificateError: a check fails. Where a distribution differs, the message names the shortest
+        text after which a token has another probability than it should. ``error.certificate`` has
+        the checks that passed before.
       ConfigError: there is no such rule or drafter, or it cannot be certified with small models.
     """
     given = to_rule("residual" if rule is None else rule)
