@@ -21,7 +21,13 @@ from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
-from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, expected_drafts, plain_rule
+from spec_jax.engine.adaptive.runner import (
+    CATCH_UP,
+    OUTLOOK,
+    AdaptiveState,
+    expected_drafts,
+    plain_rule,
+)
 from spec_jax.engine.engine import Engine
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
@@ -349,7 +355,7 @@ def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
     reserved = {
         "logprobs": "generate(logprobs=True)",
         "expected": "has_expected=True",
-        "expected drafts": 'adaptive={"by_confidence": True}',
+        OUTLOOK: 'adaptive={"by_confidence": True}',
     }
     names = []
     for observer in observers:

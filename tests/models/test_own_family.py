@@ -55,6 +55,13 @@ def test_it_loads_and_is_exported(directories, tmp_path):
     )
 
 
+def test_a_family_whose_layers_cannot_be_scanned_is_not_stacked(directories, monkeypatch):
+    apart = lambda config: family_of(config)._replace(can_scan=False)
+    monkeypatch.setattr("spec_jax.models.checkpoint.family_of", apart)
+    with pytest.raises(ConfigError, match="never stacked"):
+        load_pretrained(directories["target"], scan_layers=True)
+
+
 def test_its_layer_is_what_runs():
     params = random_weights(GATED)
     half = {**params["layers"]["1"], "alpha": params["layers"]["1"]["alpha"] / 2}

@@ -214,7 +214,11 @@ def test_a_step_of_the_unrolling_stores_products_and_no_elementwise_values(is_re
 
     kept = jax.eval_shape(lambda params: jax.vjp(states, params)[1], head.params)
     wide = (K, 1, W - 2, CONFIG.intermediate_size)  # the gate, and what it multiplies
-    assert sum(x.shape == wide for x in jax.tree.leaves(kept)) == stored
+    shapes = [x.shape for x in jax.tree.leaves(kept)]
+    assert shapes.count(wide) == stored
+    # Attention's sums of values: steps, blocks, rows, key-value heads, their queries, tokens, H.
+    heads = (CONFIG.num_key_value_heads, CONFIG.num_attention_heads // CONFIG.num_key_value_heads)
+    assert [s for s in shapes if len(s) == 7] == [(K, 1, 1, *heads, 64, CONFIG.head_dim)]
 
 
 def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():

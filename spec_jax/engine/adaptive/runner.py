@@ -27,7 +27,7 @@ from spec_jax.sampling import Source
 from spec_jax.sharding import constrain, constrain_state
 
 _TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
-_OUTLOOK = "expected drafts"
+OUTLOOK = "expected drafts"  # the name of the observer
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
 
 
@@ -100,7 +100,7 @@ def expected_drafts(max_draft: int) -> Observer:
         return seen.at[: sure.shape[1]].add(new)
 
     init = lambda batch, slots: jnp.zeros((max_draft,))
-    return Observer(_OUTLOOK, init, update, is_by_row=False)
+    return Observer(OUTLOOK, init, update, is_by_row=False)
 
 
 class AdaptiveState:
@@ -203,7 +203,7 @@ class AdaptiveRunner:
 
     def _expected(self, state: DecodeState) -> np.ndarray | None:
         """What the drafter has expected so far, see ``expected_drafts``; None if nobody watches."""
-        seen = state.seen.get(_OUTLOOK)
+        seen = state.seen.get(OUTLOOK)
         return None if seen is None else np.asarray(seen.value, np.float64)
 
     def _generate(self, k, state, stop, max_rounds, min_active=1):
