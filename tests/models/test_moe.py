@@ -121,6 +121,23 @@ def test_a_gpu_computes_groups_of_tokens_with_tokamax_and_copies_without_it(monk
     assert "ragged_dot" not in text and ("gather" in text) == (tokens == M)
 
 
+def test_rows_of_no_group_may_hold_anything():
+    """A kernel may leave them unwritten; a device may hold fewer experts than a token chose."""
+    experts, x, weights = draw(2)
+    weights[::2] = np.where(
+        weights[::2] == weights[::2].max(axis=1, keepdims=True), weights[::2], 0
+    )
+
+    def ragged_dot(lhs, rhs, group_sizes):
+        out = jax.lax.ragged_dot(lhs, rhs, group_sizes)
+        is_written = jnp.arange(len(lhs))[:, None] < group_sizes.sum()
+        return jnp.where(is_written, out, jnp.nan)
+
+    given = jax.tree.map(jnp.asarray, (experts, x, weights))
+    out = moe.mix_sorted(*given, 2, ragged_dot)
+    np.testing.assert_allclose(out, expected(experts, x, weights), rtol=0, atol=1e-5)
+
+
 def test_gradients_are_those_of_all_experts():
     experts, x, weights = draw(2)
     chosen = lambda *args: (mix(*args, 2) ** 2).sum()
