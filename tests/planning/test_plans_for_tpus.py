@@ -78,10 +78,13 @@ PROGRAMS = {
     "standalone, 128 rows": Bound(DRAFT, STANDALONE, 1e9, batch=128, slots=1024),
     "standalone, sampled": Bound(DRAFT, STANDALONE + K + 4, 0.1e9, temperature=0.7),
     "ngram, sampled, 64 rows": Bound("ngram", 2 * L + 8, 0.1e9, batch=64, temperature=0.7),
-    "eagle-1": Bound(EagleConfig.of_target(SMALL, 1), 2 * L + 30, 1e9),
+    "eagle-1": Bound(EagleConfig.of_target(SMALL, 1), 2 * L + 2 * K + 24, 1e9),  # as "standalone"
     "eagle-3": Bound(eagle3(SMALL), 2 * L + 24, 1e9),
     "eagle-3, 128 rows": Bound(eagle3(SMALL), 2 * L + 24, 1e9, batch=128, slots=1024),
-    "eagle-3, tree": Bound(eagle3(SMALL), 2 * L + 24, 0.1e9, tree=TreeConfig(children=(3, 2, 1))),
+    # A level's logits of the whole vocabulary are scattered as [V, nodes], padded to 128 lanes.
+    "eagle-3, tree": Bound(
+        eagle3(SMALL), 2 * L + 24, 0.05e9 + 4 * 128 * V, tree=TreeConfig(children=(3, 2, 1))
+    ),
     "mtp": Bound(MtpConfig.of_target(SMALL), 2 * L + 2 * K + 24, 1e9),  # as "standalone"
 }
 
