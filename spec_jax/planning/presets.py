@@ -83,6 +83,13 @@ PRESETS: dict[str, ModelConfig] = {
         num_attention_heads=16,
         tie_word_embeddings=True,
     ),
+    "qwen3-4b": _qwen3(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=True,
+    ),
     "vicuna-7b": _llama(
         vocab_size=32000,
         hidden_size=4096,
