@@ -1,27 +1,27 @@
 """Statistics of a generation: what is counted, and how.
 
 Conventions.
-  emitted    output tokens that are kept: after stop tokens, stop strings and limits cut.
+  emitted    output tokens that are kept after cuts by stop tokens, stop strings and limits.
              ``emitted = first + accepted + corrected + bonus``, checked on construction.
-  first      tokens that prefill sampled, one a row.
+  first      tokens that prefill sampled, one per row.
   accepted   drafted tokens that were kept.
-  corrected  the target's own tokens in place of a rejected draft.
-  bonus      the target's own tokens of rounds in which no draft was rejected. Every token
-             of plain decoding after the first is one.
-  rounds     target passes after prefill that emitted a token of a row; a batch of B active
-             rows counts B a pass.
+  corrected  tokens that the target chose in place of a rejected draft.
+  bonus      tokens that the target chose in rounds without a rejected draft. In plain decoding
+             every token after the first is a bonus token.
+  rounds     target passes after prefill that emitted a token of a row. A pass over a batch
+             counts once for each active row.
   drafted    drafts offered in those rounds, by position; a row may offer fewer than K.
   reached    drafts whose predecessors were all accepted; the rule never looks at later ones.
-  n1_fallbacks  rows decoded one token a pass although a draft was given, because the target
-             cannot undo a rejected token; rows under ``force_n1`` are not counted.
-  tau        mean acceptance length: tokens emitted a round, the target's own included, so
-             1 + accepted drafts.
-  compile_s  time in which programs were compiled, or read from the compilation cache: once for
-             each shape, see ``SpeculativeDecoder.warmup``. With adaptive K also the first timing
-             of each K. No part of prefill_s and decode_s, nor of any rate.
+  n1_fallbacks  rows decoded one token per pass although a draft was given, because the target
+             cannot undo a rejected token. Rows under ``force_n1`` are not counted.
+  tau        mean acceptance length: tokens emitted per round. The target's token is included,
+             so a round with n accepted drafts emits n + 1.
+  compile_s  time in which programs were compiled or read from the compilation cache, once for
+             each shape, see ``SpeculativeDecoder.warmup``. With adaptive K it includes the first
+             timing of each K. It is not part of prefill_s, decode_s or any rate.
 
-Conditional acceptance of position i is accepted_i / reached_i; unconditional is
-accepted_i / drafted_i. Tokens that were cut off are in no count.
+The conditional acceptance at position i is accepted_i / reached_i; the unconditional one is
+accepted_i / drafted_i. Tokens that were cut off are not counted anywhere.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Stats(Shown):
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length: tokens a round on average; NaN before the first round."""
+        """Mean acceptance length: average tokens per round; NaN before the first round."""
         return _ratio(self.emitted - self.first, self.rounds)
 
     @property
@@ -103,7 +103,7 @@ class Stats(Shown):
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Conditional: accepted at i given that i was reached. NaN where none was."""
+        """Conditional acceptance: accepted over reached drafts; NaN where none was reached."""
         return tuple(map(_ratio, self.accepted_at, self.reached_at))
 
     @property
@@ -112,19 +112,19 @@ class Stats(Shown):
 
     @property
     def expected_by_position(self) -> tuple[float, ...]:
-        """The rule's closed-form acceptance, averaged over the reached positions."""
+        """The rule's closed-form acceptance at each position, averaged over the reached drafts."""
         return tuple(map(_ratio, self.expected_at, self.reached_at))
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first over decoding time, without compilation."""
+        """Tokens after the first, divided by the decoding time without compilation."""
         return _ratio(self.emitted - self.first, self.decode_s)
 
     def plot(self, axes: Any = None) -> Any:
         """Draws acceptance by position, measured and expected, and rounds by accepted drafts.
 
         Args:
-          axes: two matplotlib axes to draw on; None: a new figure.
+          axes: two matplotlib axes to draw on; None makes a new figure.
 
         Returns:
           The matplotlib figure.
@@ -190,7 +190,7 @@ class RunningStats:
         self.value = Stats()
 
     def add(self, stats: Stats) -> None:
-        """Adds one call's."""
+        """Adds the statistics of one call."""
         with self._lock:
             self.value += stats
 
@@ -211,9 +211,9 @@ def row_stats(
 
     Args:
       kind: i8[M'], the ``Kind`` of each output token that is kept, in order.
-      offered: i16[M'], drafts offered by the round that begins at this token, else -1.
+      offered: i16[M'], drafts offered by the round that begins at this token; -1 if none begins.
       num_draft: K.
-      expected: f32[M'], the rule's closed-form acceptance where a draft was reached, or NaN.
+      expected: f32[M'], the rule's closed-form acceptance where a draft was reached, else NaN.
     """
     K = num_draft
     drafted, reached, accepted = np.zeros((3, K), int)
@@ -248,16 +248,16 @@ def row_stats(
 def predicted_speedup(
     conditional_acceptance: Sequence[float], draft_cost: float, verify_cost: float = 1.0
 ) -> float:
-    """Speed-up over plain decoding that acceptance and costs predict.
+    """Predicts the speed-up over plain decoding from acceptance and costs.
 
-    ``(1 + sum_i prod_{j<=i} a_j) / (K c + v)``, all costs in units of one target pass of
-    one token. Source: Leviathan et al., arXiv 2211.17192, theorem 3.8, with a rate for each
-    position and a verify pass that may cost more than one token's.
+    It is ``(1 + sum_i prod_{j<=i} a_j) / (K c + v)``. All costs are in units of one target pass
+    over one token. Source: Leviathan et al., arXiv 2211.17192, theorem 3.8, with a rate for each
+    position and a verify pass that may cost more than a pass over one token.
 
     Args:
-      conditional_acceptance: by position, K of them; NaN counts as 0.
-      draft_cost: c, of one drafted token.
-      verify_cost: v, of a pass of K + 1 tokens and the rest of the round.
+      conditional_acceptance: a_j by position, K values; NaN counts as 0.
+      draft_cost: c, the cost of one drafted token.
+      verify_cost: v, the cost of a pass over K + 1 tokens and the rest of the round.
     """
     tokens, reach = 1.0, 1.0
     for rate in conditional_acceptance:

@@ -38,7 +38,7 @@ def forward(
 ) -> ForwardOutput:
     """Feeds T tokens per row, after the tokens that the cache holds.
 
-    Writes the cache from slot ``length + window_offset`` on and does not move ``length``; the
+    Writes the cache from slot ``length + window_offset`` on and does not change ``length``. The
     caller ensures ``length + window_offset + T <= S``.
 
     Args:
@@ -47,21 +47,21 @@ def forward(
       cache: what was fed before; None if the tokens are whole sequences.
       config: the model's shape.
       window_offset: number of slots that earlier calls since the last commit have filled.
-      positions: i32[B,T], rotary positions. By default the number of tokens that a token sees
-        before itself, see ``Window.after``.
-      window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, its own
-        included, beside all committed slots. By default all up to its own.
-      begins: i32[B,T], where each token's document begins, if the sequences are of several
-        documents, see ``Window.after``.
+      positions: i32[B,T], rotary positions. By default a token's position is the number of tokens
+        that it sees before itself, see ``Window.after``.
+      window_mask: bool[B|1,T,W], which of the window's first W slots each token sees, beside all
+        committed slots; every token sees its own slot. By default all slots up to its own.
+      begins: i32[B,T], where each token's document begins, if a sequence has several documents,
+        see ``Window.after``.
       taps: which states to return as features. 0..L-1 is the residual stream before that layer,
-        L the one after the last layer, and L+1 the state after the final norm.
+        L the stream after the last layer, and L+1 the state after the final norm.
 
     Returns:
       ``hidden`` dtype[B,T,D] after the final norm, the cache with the window written, and
       ``features`` dtype[B,T,E], the tapped states concatenated in the order of ``taps``.
 
     Raises:
-      ConfigError: several documents in a sequence, and a layer that keeps a state of all tokens.
+      ConfigError: a sequence has several documents, and a layer keeps a state of all tokens.
     """
     L = config.num_hidden_layers
     placed = window_offset, positions, window_mask, begins
@@ -75,11 +75,11 @@ def forward(
     norms_as_factors = centred_norms if is_centred else lambda weights: weights
 
     def step(layer, weights, x, cache, place):
-        """Runs a layer, which has this place in its group of the cache; returns x and the cache."""
-        kind, (group, _) = kinds[layer], places[layer]
-        weights, own = norms_as_factors(weights), group_of(cache, group)
-        x, own = kind.layer(weights, x, own, place, window, config)
-        return constrain(x, "batch", None, None), with_group(cache, group, own)
+        """Runs a layer at its ``place`` in its group of the cache; returns x and the cache."""
+        kind, (index, _) = kinds[layer], places[layer]
+        weights, group = norms_as_factors(weights), group_of(cache, index)
+        x, group = kind.layer(weights, x, group, place, window, config)
+        return constrain(x, "batch", None, None), with_group(cache, index, group)
 
     inner, tapped = {i for i in taps if i < L}, {}
     if cache is not None and config.scan_layers:
@@ -103,11 +103,11 @@ def forward(
 
 
 def _scan(step, run, weights, x, cache, places, inner):
-    """Runs layers that repeat by one loop, whose body is a period of them.
+    """Runs layers that repeat by one loop, whose body is one period of their pattern.
 
-    Returns x, the cache, and the states before the layers of ``inner`` by their numbers.
+    Returns x, the cache, and by the number of each layer in ``inner`` the state before it.
     """
-    # The states that are read have a place each, and all others the last one.
+    # Each state that is read has a place in ``held``; all other states share the last place.
     read = sorted(i for layers in run for i in layers if i in inner)
     slots = {i: read.index(i) if i in inner else len(read) for layers in run for i in layers}
     held = jnp.zeros((len(read) + 1, *x.shape), x.dtype) if read else None
@@ -115,22 +115,22 @@ def _scan(step, run, weights, x, cache, places, inner):
     as_array = lambda numbers: jnp.asarray([*numbers], jnp.int32)
     scanned = tuple(
         (
-            {name: w for name, w in own.items() if not is_whole(name)},
+            {name: w for name, w in stacked.items() if not is_whole(name)},
             as_array(places[i][1] for i in layers),
             as_array(slots[i] for i in layers) if inner.intersection(layers) else None,
         )
-        for layers, own in zip(run, weights)
+        for layers, stacked in zip(run, weights)
     )
 
     def body(carry, scanned):
         x, cache, held = carry
         period, repeat = scanned
-        for layers, own, (sliced, place, slot) in zip(run, weights, period):
+        for layers, stacked, (sliced, place, slot) in zip(run, weights, period):
             if slot is not None:
                 held = jax.lax.dynamic_update_index_in_dim(held, x, slot, axis=0)
                 held = constrain(held, None, "batch")
             layer = jax.tree.map(keep_layout, sliced)
-            whole = {name: keep_layout(w) for name, w in own.items() if is_whole(name)}
+            whole = {name: keep_layout(w) for name, w in stacked.items() if is_whole(name)}
             layer |= {name: OfStack(w, repeat) for name, w in whole.items()}
             x, cache = step(layers.start, layer, x, cache, place)
         return (x, cache, held), None
@@ -161,14 +161,14 @@ def _open_window(cache: Cache, width: int) -> Cache:
 
 @functools.cache
 def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None) -> Model:
-    """Returns the ``Model`` of this shape, the functions that decoder and drafters call.
+    """Returns the ``Model`` of this shape: the functions that decoder and drafters call.
 
     Equal arguments return the same object, so compiled programs are shared.
 
     Args:
       config: the model's shape.
       taps: states that every pass returns as features, see ``forward``.
-      num_tokens: how many ids are tokens, if the embedding is padded; None if all of them are.
+      num_tokens: how many ids are tokens, if the others pad the embedding; None: all are tokens.
 
     Raises:
       ConfigError: the model lacks one of the taps, or there are more tokens than ids.
