@@ -1,8 +1,8 @@
-"""Calls of the functions that a user may bring, checked while a program is traced.
+"""Calls of functions that a user may bring, checked while a program is traced.
 
-What a drafter or a rule returns is compared with the contract before anything is compiled. An
-error of the function itself passes through, with a note that names the function and the shapes it
-was given.
+The result of a drafter or a rule is compared with the contract before anything is compiled. An
+error that the function raises passes through, with a note that names the function and the shapes of
+its arguments.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def call_prefill(
     """Calls ``Drafter.init`` and ``Drafter.prefill``.
 
     Args:
-      drafter: what drafts.
+      drafter: the drafter.
       params: its parameters.
       tokens: i32[B,T], the prompts.
-      lengths: i32[B], of them.
+      lengths: i32[B], their lengths.
       pending: i32[B], the first token of each row, not fed yet.
       features: the target's states of the prompts, or None.
-      slots: of the state.
-      chunk: tokens of a row that a pass over the prompts has at most, see ``Drafter.has_chunks``;
-        None: any number.
+      slots: the number of slots of the state.
+      chunk: maximum tokens of a row in a pass over the prompts, see ``Drafter.has_chunks``; None
+        means unbounded.
 
     Returns:
       The drafter's state after the prompts.
@@ -73,7 +73,7 @@ def call_propose(
     """Calls ``Drafter.propose``.
 
     Args:
-      drafter: what drafts.
+      drafter: the drafter.
       params: its parameters.
       state: its state.
       context: what it may read.
@@ -81,7 +81,8 @@ def call_propose(
       vocab_size: V.
 
     Raises:
-      ConfigError: it returns something else than a pair of a proposal and a state.
+      ConfigError: it does not return a pair of a proposal and a state, or ``has_memory`` disagrees
+        with whether the updates of a memory are counted.
       ShapeError: an array of the proposal has another shape or dtype than the contract's.
     """
     owner = f"propose of drafter {drafter.name!r}"
@@ -123,7 +124,7 @@ def call_commit(drafter: Drafter, params: Any, state: Any, *args: Any) -> Any:
     """Calls ``Drafter.commit``.
 
     Args:
-      drafter: what drafts.
+      drafter: the drafter.
       params: its parameters.
       state: its state.
       *args: tokens, n, features and path.
@@ -134,18 +135,18 @@ def call_commit(drafter: Drafter, params: Any, state: Any, *args: Any) -> Any:
 
 
 def call_accept(rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
-    """Calls ``Rule.accept``, for all rows of a batch.
+    """Calls ``Rule.accept`` for all rows of a batch.
 
     Args:
-      rule: of acceptance.
-      scores: the target's, of every node.
-      proposal: what was drafted.
-      noise: of this round.
+      rule: the acceptance rule.
+      scores: the target's scores of every node.
+      proposal: the drafts.
+      noise: the noise of this round.
 
     Raises:
-      ConfigError: the rule returns something else than a verdict, or branches in Python on the
-        value of an array.
-      ShapeError: an array of the verdict has another shape or dtype than the contract's; or the
+      ConfigError: the rule does not return a verdict, or branches in Python on the value of an
+        array.
+      ShapeError: an array of the verdict has another shape or dtype than the contract's, or the
         rule is written for one row.
     """
     owner = f"rule {rule.name!r}"
@@ -198,7 +199,7 @@ def _check_verdict(owner: str, verdict: Any, proposal: Proposal, vocab_size: int
 
 
 def _error_on_one_row(rule: Rule, given: Mapping[str, Any]) -> Exception | None:
-    """Returns the rule's error if it is mapped over the rows; None if it would serve so."""
+    """Returns the error of the rule mapped over the rows; None if it works that way."""
     mapped = rule._replace(accept=jax.vmap(rule.accept))
     try:
         scores, proposal, noise = given.values()
@@ -210,15 +211,15 @@ def _error_on_one_row(rule: Rule, given: Mapping[str, Any]) -> Exception | None:
 
 
 def check_state(owner: str, before: Any, after: Any) -> None:
-    """Checks that a drafter's state keeps its structure, shapes and dtypes, as a loop needs.
+    """Checks that a state keeps its structure, shapes and dtypes, as a loop requires.
 
     Args:
-      owner: the functions that made the new state of the old one.
+      owner: the functions that made the new state from the old one.
       before: the old state.
-      after: the new one.
+      after: the new state.
 
     Raises:
-      ShapeError: an array has changed, and is named.
+      ShapeError: the structure has changed, or an array, which the message names.
     """
     old, new = (dict(_leaves(state)) for state in (before, after))
     for name in [*old, *new]:
@@ -238,15 +239,15 @@ def check_state(owner: str, before: Any, after: Any) -> None:
 
 
 def check_rows(owner: str, state: Any, batch: int) -> None:
-    """Checks that every array of a state has the rows first.
+    """Checks that the first axis of every array of a state is the rows.
 
     Args:
-      owner: the function that made it.
+      owner: the function that made the state.
       state: a pytree.
       batch: B.
 
     Raises:
-      ShapeError: one has not, and is named.
+      ShapeError: an array has another first axis; the message names it.
     """
     for name, leaf in _leaves(state):
         if getattr(leaf, "shape", ())[:1] != (batch,):
@@ -257,7 +258,7 @@ def check_rows(owner: str, state: Any, batch: int) -> None:
 
 @contextlib.contextmanager
 def blame(owner: str, **given: Any) -> Iterator[None]:
-    """Adds a note to an error that is raised inside: who raised it, and what it was given."""
+    """Adds a note to an error that is raised inside: which function, and its arguments."""
     try:
         yield
     except SpecJaxError:

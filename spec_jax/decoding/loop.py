@@ -46,24 +46,25 @@ def prefill(
 ) -> DecodeState:
     """Feeds the prompts, right-padded to one width, and samples each row's first token.
 
-    The caller keeps ``1 <= lengths <= T <= slots`` and ``limit + system.lookahead_slots <= slots``.
+    The caller ensures ``1 <= lengths <= T <= slots`` and
+    ``limit + system.lookahead_slots <= slots``.
 
     Args:
       params: ``{"target": ..., "draft": ...}``.
       tokens: i32[B,T], padded with any valid id.
-      lengths: i32[B], true lengths.
+      lengths: i32[B], the prompts' lengths without padding.
       limit: i32[B], maximum tokens of prompt and output, above ``lengths``.
       stop_tokens: i32[B,X], -1 for none.
-      sampler: the target's.
-      draft_sampler: the draft's.
+      sampler: the target's sampler.
+      draft_sampler: the draft's sampler.
       system: target, drafter, rule and K.
       slots: S and M.
-      samples: every so many rows have one prompt, which the target is fed once.
-      fed: what ``feed_chunk`` returned for the prompts' last chunk; None: they are fed here.
+      samples: how many neighbouring rows share a prompt, which is fed to the target once.
+      fed: the result of ``feed_chunk`` for the prompts' last chunk; None: prompts are fed here.
 
     Raises:
-      ShapeError: an array of another number of rows, or one that ``samples`` does not divide;
-        prompts wider than the cache, or a ``system.prefill_chunk`` without a token.
+      ShapeError: an array has another number of rows, ``samples`` does not divide the rows, the
+        prompts are wider than the cache, or ``system.prefill_chunk`` is below 1.
     """
     B, T = tokens.shape
     check_shapes(
@@ -128,10 +129,10 @@ def prefill(
 
 
 def chunk_of(num_tokens: int, system: System) -> int | None:
-    """Returns the tokens of a pass over prompts of this width; None where one pass has them all.
+    """Returns how many tokens a pass over prompts of this width has; None if one pass has all.
 
     Raises:
-      ShapeError: a pass would have none.
+      ShapeError: ``system.prefill_chunk`` is below 1.
     """
     if system.prefill_chunk < 1:
         raise ShapeError(f"prefill_chunk is {system.prefill_chunk}; expected 1 or more tokens")
@@ -140,7 +141,7 @@ def chunk_of(num_tokens: int, system: System) -> int | None:
 
 @functools.partial(jax.jit, static_argnames=("target", "slots", "chunk"))
 def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
-    """Feeds prompts to the target, in passes of ``chunk`` tokens of a row; None: in one.
+    """Feeds prompts to the target, in passes of ``chunk`` tokens per row; None: in one pass.
 
     Returns:
       The prompts' cache, logits f32[B,1,V] at the last position, and the features.
@@ -155,9 +156,9 @@ def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
 
 
 def _feed(params, target, fed, begin, n, tokens):
-    """Feeds a chunk of prompts, of which n (i32[B]) tokens count, see ``over_chunks``.
+    """Feeds a chunk of prompts, of which the first n (i32[B]) tokens count, see ``over_chunks``.
 
-    ``fed`` is the cache, the last token's state dtype[B,1,D], and the features dtype[B,T,E].
+    ``fed`` has the cache, the last token's state dtype[B,1,D], and the features dtype[B,T,E].
     """
     cache, last, features = fed
     output = target.forward(params, tokens, cache)
@@ -172,7 +173,7 @@ def _feed(params, target, fed, begin, n, tokens):
 
 
 def _before_chunks(params, tokens, target, slots, num_tokens):
-    """What was fed before the first of several chunks, of the shapes that it keeps."""
+    """Returns ``fed`` before the first of several chunks: empty, in its final shapes."""
     B = len(tokens)
     cache = target.init_cache(params, B, slots)
     one = jax.eval_shape(target.forward, params, tokens, cache)
@@ -188,17 +189,17 @@ def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
     """Feeds one chunk of prompts to the target, so that other rows can decode before the next one.
 
     Args:
-      params: of the target.
-      fed: what the chunk before it returned, which is donated; None before the first.
+      params: the target's parameters.
+      fed: the result for the chunk before this one, which is donated; None for the first chunk.
       tokens: i32[B,C], the chunk.
       n: i32[B], how many tokens of it count.
       begin: i32[], its first token's place in the prompts.
       target: the model.
       slots: S.
-      num_tokens: T, of the prompts, padding included.
+      num_tokens: T, the width of the prompts with padding.
 
     Returns:
-      What ``prefill`` takes as ``fed`` after the last chunk.
+      The argument ``fed`` for the next chunk and, after the last one, for ``prefill``.
     """
     with jax.named_scope("prefill"):
         if fed is None:
@@ -213,7 +214,7 @@ def _unembed(params, last, *, target):
 
 @functools.partial(jax.jit, static_argnames="count")
 def _repeat_rows(fed, *, count):
-    """Returns what prompts have left, ``count`` times each."""
+    """Returns ``fed`` with every row ``count`` times."""
     return constrain_state(take_rows(fed, jnp.repeat(jnp.arange(len(fed[1])), count)))
 
 
@@ -221,7 +222,7 @@ def _repeat_rows(fed, *, count):
 def init_state(
     tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
 ) -> tuple[DecodeState, jax.Array]:
-    """Returns the state with each row's first token and no caches yet, and that token i32[B]."""
+    """Returns the state with each row's first token and without caches, and the tokens i32[B]."""
     (B, T), V = tokens.shape, logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]
     sampler, draft_sampler = (x.start(tokens, lengths, V) for x in (sampler, draft_sampler))
@@ -273,15 +274,15 @@ def generate(
     *,
     system: System,
 ) -> tuple[DecodeState, Chunk]:
-    """Runs rounds until every row has finished, or ``max_rounds`` of them. Donates the state.
+    """Runs rounds until every row has finished, at most ``max_rounds``. Donates the state.
 
     Args:
       params: ``{"target": ..., "draft": ...}``.
-      state: from ``prefill`` or from the last call.
-      stop: i32[B], a Finish for rows to end before the first round, RUNNING for the others.
-      max_rounds: i32[], return after this many rounds; streaming calls again with the state.
-      min_active: i32[], 1 or more: return as soon as fewer rows are active, so that finished
-        rows can be replaced (see ``insert``).
+      state: the state from ``prefill`` or from the last call.
+      stop: i32[B], a Finish for rows that end before the first round, RUNNING for the others.
+      max_rounds: i32[], maximum number of rounds; a stream calls again with the returned state.
+      min_active: i32[], 1 or more. The call returns as soon as fewer rows are active, so that
+        finished rows can be replaced (see ``insert``).
       system: target, drafter, rule and K.
     """
     state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
@@ -307,20 +308,20 @@ def generate(
 
 
 def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> Chunk:
-    """Copies what a caller reads out of the state."""
+    """Copies the arrays that a caller reads out of the state."""
     chunk = Chunk(jnp.copy(state.tokens), state.total, jnp.copy(state.finish), rounds, row_rounds)
     return replicate(chunk)
 
 
 @jax.jit
 def read_row(state: DecodeState, row: jax.Array) -> Record:
-    """Copies what row ``row`` (i32[]) has produced, so that the state may be donated."""
+    """Copies the output of row ``row`` (i32[]), so that the state may be donated."""
     return replicate(jax.tree.map(lambda x: x[row], Record.of(state)))
 
 
 @jax.jit
 def read_rows(state: DecodeState) -> Record:
-    """Copies what all rows have produced."""
+    """Copies the output of all rows."""
     return replicate(jax.tree.map(jnp.copy, Record.of(state)))
 
 
@@ -332,17 +333,17 @@ def insert(
     *,
     system: System,
 ) -> DecodeState:
-    """Puts a freshly prefilled row in the place of row ``row``. Donates the state.
+    """Replaces row ``row`` by a freshly prefilled row. Donates the state.
 
     Args:
-      state: of the batch.
-      row: i32[], the slot of a finished row; under your own jit it is not checked.
-      other: ``prefill`` of rows with the same slots and as many stop tokens.
-      index: i32[], which of these rows; not checked under your own jit either.
+      state: the state of the batch.
+      row: i32[], the number of a finished row; it is not checked inside of your ``jax.jit``.
+      other: the result of ``prefill`` for rows with as many slots and stop tokens.
+      index: i32[], which row of ``other`` to insert; not checked inside of your ``jax.jit`` either.
       system: target, drafter, rule and K.
 
     Raises:
-      ShapeError: ``other`` is not of the same sizes, or there is no such row.
+      ShapeError: ``other`` has other sizes, or there is no such row.
     """
     sizes = check_shapes(tokens=(state.tokens, "B M"), stop_tokens=(state.stop_tokens, "B X"))
     one = {"M": sizes["M"], "X": sizes["X"]}

@@ -1,4 +1,4 @@
-"""Observers: how they are called, and those of the package."""
+"""How observers are called, and the observers of the package."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from spec_jax.sharding import EVERY_AXIS, by_row, constrain, constrain_state
 def watch(
     system: System, seen: dict[str, Any], look: Callable[[Observer, Any], Any]
 ) -> dict[str, Any]:
-    """Returns what every observer has seen after one more look.
+    """Calls every observer once; returns what they have seen by then.
 
     Args:
-      system: whose observers they are.
-      seen: before, by the observers' names.
-      look: ``(observer, seen) -> seen`` of one observer.
+      system: has the observers.
+      seen: what they have seen before, by their names.
+      look: ``(observer, seen) -> seen`` for one observer.
 
     Raises:
-      ShapeError: at tracing, an observer changes the structure, a shape or a dtype of its carry.
+      ShapeError: while tracing, an observer changes the structure, a shape or a dtype of its carry.
     """
     after = {}
     for observer in system.observers:
@@ -47,8 +47,8 @@ def see_round(system: System, seen: dict[str, Any], of: Round) -> dict[str, Any]
     """Returns what the observers have seen after a round.
 
     Args:
-      system: whose observers they are.
-      seen: before, by the observers' names.
+      system: has the observers.
+      seen: what they had seen before the round, by their names.
       of: the round.
     """
     absent = {"proposal.probs": of.proposal.probs, "scores.features": of.scores.features}
@@ -79,10 +79,10 @@ def see_first(
 
     Args:
       tokens: i32[B,T], the prompts.
-      lengths: i32[B].
-      logits: f32[B,1,V], the target's after the prompts, raw.
-      state: with the first tokens.
-      system: whose observers they are.
+      lengths: i32[B], their lengths.
+      logits: f32[B,1,V], the target's raw logits after the prompts.
+      state: the state with the first tokens.
+      system: has the observers.
       slots: M.
     """
     B, V = len(lengths), logits.shape[-1]
@@ -95,10 +95,10 @@ def see_first(
 
 
 def _init(observer: Observer, batch: int, slots: int) -> Any:
-    """Returns what an observer has seen before anything is seen.
+    """Returns the carry of an observer before it has seen anything.
 
     Raises:
-      ShapeError: its arrays do not have the rows first.
+      ShapeError: the first axis of its arrays is not the rows.
     """
     owner = f"init of observer {observer.name!r}"
     with blame(owner, batch=batch, slots=slots):
@@ -110,11 +110,11 @@ def _init(observer: Observer, batch: int, slots: int) -> Any:
 
 
 def put(seen: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """Writes values into each row at its own columns.
+    """Writes values into each row, at columns that differ by row.
 
     Args:
       seen: dtype[B,M].
-      columns: i32[B,P]; what is negative or beyond M is dropped.
+      columns: i32[B,P]; values at negative columns, or at M and above, are dropped.
       values: dtype[B,P].
     """
     M = seen.shape[1]
@@ -126,12 +126,12 @@ def put(seen: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
 class Logprobs:
     """Log-probabilities of each token of a row under the target, in nats; 0 in the prompt."""
 
-    raw: jax.Array  # f32[B,M], by the model
-    processed: jax.Array  # f32[B,M], after all sampling parameters: what it was drawn from
+    raw: jax.Array  # f32[B,M], of the model
+    processed: jax.Array  # f32[B,M], after all sampling parameters: the distribution of the output
 
 
 def _logprobs_of(scores: TargetScores, nodes: jax.Array, tokens: jax.Array) -> list[jax.Array]:
-    """Two f32[B,P], raw and processed, of the tokens after the nodes i32[B,P]."""
+    """Returns two f32[B,P], raw and processed, for the tokens after the nodes i32[B,P]."""
 
     def run(logits, processed, nodes, tokens):
         def of(x):
@@ -170,10 +170,10 @@ LOGPROBS = Observer(
 
 @functools.cache
 def expected_acceptance(rule: Rule) -> Observer:
-    """Returns the observer of the rule's closed form: f32[B,M] where a draft was reached, or NaN.
+    """Returns the observer of the rule's closed form: f32[B,M], NaN where no draft was reached.
 
     Args:
-      rule: with ``expected_acceptance``, of chains.
+      rule: a rule of chains that has ``expected_acceptance``.
     """
 
     def update(seen: jax.Array, of: Round) -> jax.Array:
@@ -204,15 +204,15 @@ _MAX_KINDS = 1024  # each has counts in every row
 def acceptance_by_kind(kinds: Any) -> Observer:
     """Returns the observer that counts drafts by kind of token: i32[B,C,2], reached and accepted.
 
-    ``state.seen["acceptance_by_kind"]`` counts what ``Stats.reached_at`` and ``accepted_at`` do,
-    except that stop strings are found on the host and cut nothing here.
+    ``state.seen["acceptance_by_kind"]`` counts as ``Stats.reached_at`` and ``accepted_at`` do, but
+    does not know stop strings: they are found on the host, so drafts after one are counted here.
 
     Args:
       kinds: i32[V], the kind of each token, 0 to C - 1, see ``evaluation.token_kinds``.
 
     Raises:
-      ConfigError: ``kinds`` are not such numbers; at tracing, there are fewer of them than ids of
-        the target.
+      ConfigError: ``kinds`` are not such numbers; while tracing, there are fewer of them than ids
+        of the target.
     """
     table = np.asarray(kinds)
     is_table = table.ndim == 1 and table.dtype.kind in "iu" and table.size > 0

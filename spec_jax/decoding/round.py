@@ -3,9 +3,9 @@
 Invariants.
   1. The target's cache holds ``length`` tokens, all of them fed; ``tokens[b, length[b]]``
      is the one pending token, emitted and not fed.
-  2. A round commits ``n_accept + 1`` tokens, 1..K+1 (of a tree of drafts, one path from the
-     root), for every active row, fewer where a stop token or the limit cuts them. A finished
-     row changes nothing.
+  2. A round commits ``n_accept + 1`` tokens of every active row, 1..K+1, or fewer where a stop
+     token or the limit cuts them. In a tree of drafts they are one path from the root. A
+     finished row changes nothing.
   3. Every output token has one ``kind``: emitted = first + accepted + corrected + bonus.
   4. For a lossless rule the joint distribution of the emitted tokens is the target's, whatever
      the drafter, K and the batch; with the match rule the tokens equal plain decoding's.
@@ -36,14 +36,14 @@ def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> 
 
     Args:
       params: ``{"target": ..., "draft": ...}``.
-      state: of every row.
+      state: the state of all rows.
       system: target, drafter, rule and K.
 
     Returns:
       The state after the round.
 
     Raises:
-      ConfigError, ShapeError: at tracing, the drafter or the rule breaks its contract.
+      ConfigError, ShapeError: while tracing, the drafter or the rule breaks its contract.
     """
     proposal, state = draft(params["draft"], state, system)
     scores, state = verify(params["target"], state, proposal, system)
@@ -52,21 +52,20 @@ def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> 
 
 
 def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, DecodeState]:
-    """Asks the drafter for K tokens a row.
+    """Asks the drafter for K tokens per row.
 
     Args:
-      params: the draft's.
-      state: of every row.
+      params: the draft's parameters.
+      state: the state of all rows.
       system: target, drafter, rule and K.
 
     Returns:
-      The proposal, made safe to feed to the target, and the state with the drafter's own state
-      as drafting left it.
+      The proposal, made safe to feed to the target, and the state with the drafter's new state.
 
     Raises:
-      ConfigError: at tracing, drafts for a target that cannot rewind, or a proposal without what
-        the rule needs.
-      ShapeError: at tracing, a proposal of other shapes or dtypes than the contract's.
+      ConfigError: while tracing, K is above 0 and the target cannot rewind, or the proposal lacks
+        what the rule needs.
+      ShapeError: while tracing, the proposal has other shapes or dtypes than the contract's.
     """
     if system.drafter.num_updates is not None:
         num_updates = system.drafter.num_updates(params, state.draft)
@@ -83,11 +82,11 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
 def propose(
     params: Any, drafter_state: Any, context: Context, system: System
 ) -> tuple[Proposal, Any]:
-    """``draft`` for a context that is given. The certificate calls this very function.
+    """Drafts as ``draft`` does, but for a given context; the certificate calls it too.
 
     Args:
-      params: the draft's.
-      drafter_state: its state.
+      params: the draft's parameters.
+      drafter_state: the drafter's state.
       context: what the drafter may look at.
       system: target, drafter, rule and K.
     """
@@ -113,14 +112,14 @@ def verify(
     """Runs the target once over the pending token and all drafts, and scores every node.
 
     Args:
-      params: the target's.
-      state: of every row.
-      proposal: what was drafted.
+      params: the target's parameters.
+      state: the state of all rows.
+      proposal: the drafts.
       system: target, drafter, rule and K.
 
     Returns:
-      The scores, and the state with the drafts in the window of the target's cache; ``commit``
-      keeps those that are accepted.
+      The scores, and the state with the drafts in the window of the target's cache. ``commit``
+      keeps the accepted drafts.
     """
     logits, features, cache = target_pass(
         params, state.target, state.tokens, proposal.tokens, system, proposal.paths
@@ -137,19 +136,20 @@ def target_pass(
     system: System,
     window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Feeds [pending | drafts] to the target.
+    """Feeds the pending token and the drafts to the target.
 
     Args:
-      params: the target's.
-      cache: of ``length`` tokens a row.
+      params: the target's parameters.
+      cache: the target's cache, with ``length`` tokens in each row.
       tokens: i32[B,M], of which ``tokens[b, length[b]]`` is pending.
       drafts: i32[B,T].
-      system: whose target it is.
-      window_mask: bool[B,T+1,T+1], what each node of a tree sees of the window; None for a chain.
+      system: has the target.
+      window_mask: bool[B,T+1,T+1], which tokens of the window each node of a tree sees; None for
+        a chain.
 
     Returns:
-      f32[B,T+1,V] raw logits, the tapped features dtype[B,T+1,E] or None, and the cache with the
-      window written.
+      The raw logits f32[B,T+1,V], the tapped features dtype[B,T+1,E] or None, and the cache with
+      the window written.
     """
     with jax.named_scope("verify"):
         pending = jnp.take_along_axis(tokens, cache.length[:, None], axis=1)
@@ -165,10 +165,10 @@ def score(
     """Applies the target's sampling parameters at every node.
 
     Args:
-      logits: f32[B,K+1,V], the target's, raw.
-      sampler: the target's, by row.
-      proposal: what was drafted.
-      is_argmax: no more than the argmax is needed, as by a greedy rule.
+      logits: f32[B,K+1,V], the target's raw logits.
+      sampler: the target's sampler, by row.
+      proposal: the drafts.
+      is_argmax: only the argmax is needed, as by a greedy rule.
     """
     with jax.named_scope("verify"):
         paths = proposal.paths
@@ -183,20 +183,20 @@ def score(
 
 
 def accept(state: DecodeState, proposal: Proposal, scores: TargetScores, system: System) -> Verdict:
-    """Lets the rule decide which drafts are accepted, with this round's own noise.
+    """Lets the rule decide which drafts are accepted, with the noise of this round.
 
     Args:
-      state: of every row.
-      proposal: what was drafted.
-      scores: the target's, of every node.
+      state: the state of all rows.
+      proposal: the drafts.
+      scores: the target's scores of every node.
       system: target, drafter, rule and K.
 
     Returns:
       The verdict, made safe to commit.
 
     Raises:
-      ConfigError, ShapeError: at tracing, a verdict of other types, shapes or dtypes than the
-        contract's.
+      ConfigError, ShapeError: while tracing, the verdict has other types, shapes or dtypes than
+        the contract's.
     """
 
     def decide(sampler, length, proposal, scores):
@@ -225,14 +225,14 @@ def commit(
     verdict: Verdict,
     system: System,
 ) -> DecodeState:
-    """Writes down what is emitted and moves both caches to it; rejected drafts are forgotten.
+    """Records the emitted tokens and commits them in both caches; rejected drafts are forgotten.
 
     Args:
-      params: the draft's.
-      state: of every row, the window in the target's cache.
-      proposal: what was drafted.
-      scores: the target's, of every node.
-      verdict: the rule's.
+      params: the draft's parameters.
+      state: the state of all rows, with the window in the target's cache.
+      proposal: the drafts.
+      scores: the target's scores of every node.
+      verdict: the rule's verdict.
       system: target, drafter, rule and K.
     """
     with jax.named_scope("commit"):
@@ -256,18 +256,18 @@ def emit(
     system: System,
     max_emit: jax.Array | None = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """Appends the accepted drafts and the target's own token, cut by stop tokens and limits.
+    """Appends the accepted drafts and the target's token, cut by stop tokens and limits.
 
     Args:
-      state: of every row; the caches are not touched.
-      proposal: what was drafted.
-      scores: the target's, of every node.
-      verdict: the rule's.
+      state: the state of all rows; its caches are not changed.
+      proposal: the drafts.
+      scores: the target's scores of every node.
+      verdict: the rule's verdict.
       system: target, drafter, rule and K.
-      max_emit: i32[B], tokens that a row emits at most, 1..K+1; None: no bound.
+      max_emit: i32[B], maximum tokens that a row emits, 1..K+1; None means unbounded.
 
     Returns:
-      The state, and i32[B], how many tokens each row has emitted.
+      The state, and how many tokens each row has emitted, i32[B].
     """
     rule, total = system.rule, state.length + 1
     fault = find_fault(rule, scores, proposal, verdict)
@@ -296,17 +296,17 @@ def round_noise(
 ) -> Noise:
     """Makes the noise of the round that begins after ``start`` fed tokens.
 
-    A coupled rule gets plain decoding's own noise at each position. Every other rule gets fresh
-    noise of this round, because it conditions on draws past the first rejection. Where drafts or K
+    A coupled rule gets the noise of plain decoding at each position. Every other rule gets fresh
+    noise for this round, because it conditions on draws past the first rejection. Where drafts or K
     depend on earlier outputs, rounds of K = 0 have fresh noise too (see ``Sampler.learned``).
 
     Args:
-      rule: of acceptance.
-      sampler: the target's.
+      rule: the acceptance rule.
+      sampler: the target's sampler.
       start: i32[B], tokens fed.
       num_draft: K.
       vocab_size: V.
-      depth: of the drafts' tree; None for a chain.
+      depth: the depth of the drafts' tree; None for a chain.
     """
     B, depth = start.shape[0], num_draft if depth is None else depth
 

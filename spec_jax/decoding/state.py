@@ -49,7 +49,7 @@ class System(NamedTuple):
     num_draft: int
     observers: tuple[Observer, ...] = ()  # what watches the rounds, see ``DecodeState.seen``
     is_adaptive: bool = False  # K is chosen while decoding, from what was accepted before
-    prefill_chunk: int = CHUNK  # tokens of a prompt that a pass has at most
+    prefill_chunk: int = CHUNK  # maximum tokens of a prompt in a pass
 
     @property
     def depth(self) -> int:
@@ -97,7 +97,7 @@ class System(NamedTuple):
 
 @flax.struct.dataclass
 class Shared:
-    """What an observer has seen of all rows together; on a mesh every device has all of it."""
+    """What an observer has seen of all rows together; it is replicated on a mesh."""
 
     value: Any
 
@@ -147,20 +147,20 @@ class DecodeState:
         return self.finish == Finish.RUNNING
 
     def noting(self, source: Source, num_updates: jax.Array | int) -> DecodeState:
-        """The state of rows that have read so many updates, see ``Sampler.noting``."""
+        """Returns the state of rows that have read ``num_updates``, see ``Sampler.noting``."""
         samplers = (x.noting(source, num_updates) for x in (self.sampler, self.draft_sampler))
         return self.replace(**dict(zip(("sampler", "draft_sampler"), samplers)))
 
 
 class Chunk(NamedTuple):
-    """What a caller reads between two calls, apart from the state, which is donated back.
+    """What a caller reads between two calls; the state itself is donated to the next call.
 
     Attributes:
       tokens: i32[B,M], as in the state.
       total: i32[B], tokens of prompt and output so far.
       finish: i32[B], a Finish for each row.
       rounds: i32[], rounds that this call ran.
-      row_rounds: i32[], the same counted once for each active row.
+      row_rounds: i32[], these rounds, each counted once for every active row.
     """
 
     tokens: jax.Array
@@ -171,11 +171,11 @@ class Chunk(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is kept of the output: of all rows, or of one row without the batch dimension.
+    """The record of the output of all rows, or of one row without the batch dimension.
 
     Attributes:
       tokens, kind, offered, rejected, prompt_length, finish: as in the state.
-      seen: likewise, of the observers that watch row by row.
+      seen: as in the state, but only of observers that watch row by row.
     """
 
     tokens: jax.Array
@@ -195,8 +195,8 @@ class Record(NamedTuple):
 def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
     """Returns how many of n new tokens each row keeps, and its ``Finish``.
 
-    A fault stops the row before this round's tokens. A stop token is kept, what follows it is
-    not. The limit cuts what exceeds it.
+    A fault stops the row before this round's tokens. A stop token is kept, and tokens after it are
+    cut. Tokens beyond the limit are cut.
     """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)
@@ -211,10 +211,10 @@ def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array
 
 
 def append(state, record: dict[str, jax.Array], total, n):
-    """Writes the first n (i32[B]) of each record's columns after ``total`` (i32[B]) tokens.
+    """Writes the first n (i32[B]) columns of the record's arrays after ``total`` (i32[B]) tokens.
 
-    The state has samplers, which see the new tokens, and what the record names: ``tokens`` at
-    least.
+    The record has ``tokens`` and any other fields of the state. The state's samplers, if it has
+    any, advance by the new tokens.
     """
     index = jnp.arange(record["tokens"].shape[1])
     is_new = index < n[:, None]

@@ -1,7 +1,7 @@
 """Checks inside the round: of a drafter's proposal, of a rule's verdict, of the target's scores.
 
-They hold for everybody's drafters and rules. A row that fails one ends before this round's tokens,
-with a reason that names who was at fault; the other rows go on.
+They apply to all drafters and rules, the package's too. A row that fails a check ends before this
+round's tokens, with a reason that names what was at fault. The other rows go on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ def validate_proposal(
 ) -> Proposal:
     """Makes a faulty proposal safe to feed and sets its ``fault``, row by row.
 
-    Where ``is_greedy``, the distributions are replaced by point masses and not checked: the target
-    takes its argmax, and what a draft was drawn from has no part in it.
+    In rows where ``is_greedy``, the drafts' distributions are replaced by point masses and not
+    checked: the target takes its argmax, which does not depend on them.
 
     Args:
-      proposal: of the contract's shapes.
+      proposal: a proposal of the contract's shapes.
       system: target, drafter, rule and K.
       is_greedy: bool[B], see ``Context``.
 
     Raises:
-      ConfigError: at tracing, the rule needs what the drafter does not give.
+      ConfigError: while tracing, the proposal lacks what the rule or an observer needs, or is a
+        tree and the rule accepts only chains.
     """
     drafter, rule = system.drafter, system.rule
     if proposal.parents is not None:
@@ -81,10 +82,10 @@ def validate_proposal(
 
 
 def _guard_probs(proposal: Proposal, is_greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the distributions that a rule may read, and where the reported ones are none.
+    """Returns the distributions that a rule may read, and the rows whose reports are invalid.
 
     Args:
-      proposal: what was drafted.
+      proposal: the drafts, with ``probs``.
       is_greedy: bool[B].
 
     Returns:
@@ -113,8 +114,8 @@ def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Ve
     """Makes a faulty verdict safe to commit and sets its ``fault``, row by row.
 
     Args:
-      verdict: of the contract's shapes.
-      proposal: what was drafted.
+      verdict: a verdict of the contract's shapes.
+      proposal: the drafts.
       system: target, drafter, rule and K.
     """
     depth = proposal.depth
@@ -147,7 +148,8 @@ def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Ve
 def _has_replacement(verdict: Verdict, last_id: int) -> jax.Array:
     """bool[B], whether the token after the accepted drafts could be drawn from the replacement.
 
-    A replacement that is not finite shows where that token is.
+    Only the replacement's number for this token is read. If any number is not finite, that of the
+    drawn token is not, since an argmax takes the first NaN.
     """
     token = jnp.take_along_axis(verdict.tokens, verdict.n_accept[:, None], axis=1)[:, 0]
     is_id = (token >= 0) & (token <= last_id)
@@ -168,9 +170,9 @@ def _has_accept_probs(verdict: Verdict, proposal: Proposal, rule: Rule) -> jax.A
 
 
 def find_fault(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:
-    """Returns why each row cannot go on, i32[B], a ``Finish``.
+    """Returns why each row cannot go on: i32[B], a ``Finish``.
 
-    Scores that are not finite come first: no draft and no verdict is to blame for them.
+    Scores that are not finite take precedence, since neither drafts nor verdicts cause them.
     """
     is_finite = constrain(jnp.isfinite(scores.processed.max(axis=-1)), "batch")
     is_wrong = verdict.fault != Finish.RUNNING
