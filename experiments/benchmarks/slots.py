@@ -1,6 +1,6 @@
-"""The benchmark's part "slots": what slots of a cache cost that no token fills.
+"""The benchmark's part "slots": the cost of cache slots that no token fills.
 
-Rounds whose drafts cost nothing, of one row with one prompt, in a short cache and in a long one.
+Times rounds of one row whose drafts cost nothing, in a short cache and in a long one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RoundTimer:
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Times rounds of each family in caches of few and of many slots."""
     bar, config = config.bars.slots, config.slots
-    K, makers, found = config.k, {}, {}
+    K, makers, model_facts = config.k, {}, {}
     speculative = synthetic_chain(K, config.conditional_rate)
 
     def timer(target, system, slots):
@@ -75,7 +75,7 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     for name in cli.listed(config.families):
         sizes = {**config[name].to_dict(), "max_position_embeddings": config.many}
         target = random_model(name, FAMILIES[name](**sizes), config.seed)
-        found[name] = facts(target, config[name])
+        model_facts[name] = facts(target, config[name])
         drafter = free_drafter(target.model.vocab_size)
         system = SpeculativeDecoder(target, None, speculative, drafter=drafter).system()
         for slots in (config.few, config.many):
@@ -83,13 +83,13 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     timers, times = measure_all("slots", makers, config.repeats)
     cpu_times = {key: np.asarray(timer.cpu_ms) for key, timer in timers.items()}
     lines = []
-    for name in found:
-        for clock, own in (("processor time", cpu_times), ("by the clock", times)):
-            few, many = own[name, config.few], own[name, config.many]
+    for name in model_facts:
+        for clock, cell_ms in (("processor time", cpu_times), ("by the clock", times)):
+            few, many = cell_ms[name, config.few], cell_ms[name, config.many]
             what = f"{name}, round, {config.many:,} slots / {config.few:,}, {clock}"
             note = f"{config.prompt_tokens} tokens and more in each"
-            bound = bar if own is cpu_times else None
+            bound = bar if cell_ms is cpu_times else None
             lines.append(Line(what, many / few, bar=bound, note=note))
             lines.append(Line(f"{name}, round, {config.few:,} slots, {clock}", few, "ms"))
     record = {"times_ms": listed(times), "cpu_times_ms": listed(cpu_times)}
-    return Result(lines, {"weights": "random", "shapes": found, **record})
+    return Result(lines, {"weights": "random", "shapes": model_facts, **record})
