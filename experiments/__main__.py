@@ -28,7 +28,7 @@ class MainModule(NamedTuple):
 
 
 def experiments() -> Iterator[MainModule]:
-    """Yields the experiments by name, as their docstrings describe them; imports none."""
+    """Yields the experiments by name, as their docstrings describe them, without importing them."""
     for path in sorted(_FOLDER.glob("*.py")):
         if path.stem.startswith("__"):
             continue
@@ -39,7 +39,7 @@ def experiments() -> Iterator[MainModule]:
 
 
 def text() -> str:
-    """Returns the list: of each experiment its name, a sentence and a command."""
+    """Returns the list: the name of each experiment, a sentence and a command."""
     found = [*experiments()]
     column = 2 + max(len(one.name) for one in found)
     lines = ["The experiments. Each command also takes --help, which lists its flags.", ""]

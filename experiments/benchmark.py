@@ -7,20 +7,20 @@
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
   heads         an EAGLE-3 head on that shape: a chain and dynamic trees (tree.png)
-  blocks        a DSpark head on that shape and the zoo's: a block in one pass
+  blocks        a DSpark head on that shape and on the zoo's: a block in one pass
   streaming     text after every round of that shape
   adaptive      adaptive K against plain decoding and the best fixed K
-  cpu_layout    a target pass in every layout of the weights, on a CPU, and what to use there
+  cpu_layout    a target pass on a CPU in every layout of the weights, and which layout to use
   slots         rounds of three families in a long cache against a short one
-  states        a Mamba-2 shape: what replaying the window costs
+  states        a Mamba-2 shape: the cost of replaying the window
   training      training steps at the zoo's size
-  peers         transformers' assisted generation and prompt lookup on the zoo's models, where torch
-                and transformers are; --peers runs it alone, or after the other --parts
+  peers         transformers' assisted generation and prompt lookup on the zoo's models; needs torch
+                and transformers. --peers runs it alone, or after the parts of --parts
 
 The run's folder gets config.json, environment.json, and after every part report.json and
-report.md. A part that cannot be measured is left out with a note, and the others go on. The zoo's
-drafts, with their real acceptance, are compared by experiments.evaluate, at every K and in both
-dtypes: --config=configs/evaluate_dtypes.py, and --profile to see where their rounds go.
+report.md. A part that cannot be measured is left out with a note, and the others go on. To compare
+the zoo's drafts with their real acceptance, at every K and in both dtypes, use experiments.evaluate
+with --config=configs/evaluate_dtypes.py; --profile shows where the time of their rounds goes.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def run(
       parts: Names of ``PARTS``; by default all.
 
     Raises:
-      SpecJaxError: A config that cannot be used, or no part could be measured; a part that fails
-        beside others is left out with a note, and is in the record's "left_out".
+      SpecJaxError: The config cannot be used, or no part could be measured. If only some parts
+        fail, they are left out with a note and listed in the record's "left_out".
     """
     config = config.copy_and_resolve_references()
     parts = [*PARTS] if parts is None else parts

@@ -6,15 +6,15 @@
     python -m experiments.evaluate --config.drafter=docs.examples.my_drafter:make
     python -m experiments.evaluate --profile
 
-Every draft, K, tree and temperature takes turns with plain decoding, question by question, and
-every turn of a conversation is answered; later turns follow plain decoding's own answers, so that
-all of them answer the same prompts. Intervals are 95 % confidence intervals over the questions.
-Greedy heads are also compared with the unrolling that trains them ("teacher-forced"): each tests
-the other.
+Every draft, K, tree and temperature takes turns with plain decoding, question by question. Every
+turn of a conversation is answered. Later turns follow the answers of plain decoding, so all methods
+answer the same prompts. Intervals are 95 % confidence intervals over the questions. Greedy heads
+are also compared with the unrolling that trains them ("teacher-forced"): each tests the other.
+
 A run leaves config.json, environment.json, report.json, report.md, report.html, plots, and
-answers.jsonl, a line for each answer. If it is stopped, the same command with its --workdir goes
-on. With --profile rounds of every cell are traced into profile/ of the folder, and the report says
-where their time goes.
+answers.jsonl with one line for each answer. If a run is stopped, the same command with its
+--workdir continues it. With --profile rounds of every cell are traced into profile/ of the folder,
+and the report says where their time goes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How the floor of a decode round grows with K, batch, context and chips, up to 256 of them.
+"""Shows how the floor of a decode round grows with K, batch, context and up to 256 chips.
 
     python -m experiments.growth --workdir=DIR
     python -m experiments.growth --target=llama-3.1-70b --topology=v5p:4x4x4 --batch=64 --rate=0.7
 
-Everything is counted from the target's config and an EAGLE-3 head of its width (or another draft,
---draft) by the roofline; nothing is compiled or measured. --rate is assumed: the probability that a
-draft is accepted if those before it are. Prints one table for each thing that grows, and by context
-the batch at which speculation stops paying. The run's folder gets config.json,
-environment.json, report.json, report.md and growth.png. Cost: seconds on any machine.
+The roofline counts everything from the target's config and an EAGLE-3 head of its width (or
+another --draft); nothing is compiled or measured. --rate is the assumed probability that a draft is
+accepted if those before it are. Prints one table for each quantity that grows, and for each context
+the batch at which speculation stops paying. The run's folder gets config.json, environment.json,
+report.json, report.md and growth.png. Cost: seconds on any machine.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def run(
     num_draft: int,
     rate: float,
 ) -> dict:
-    """Counts and prints all tables; returns what report.json holds.
+    """Counts and prints all tables; returns the content of report.json.
 
     Args:
       workdir: The run's folder; by default runs/growth/TIME.
       target_name: A preset or a directory, see ``presets.find_config``.
       draft_name: See ``plan_inputs.find_draft``.
       topology_name: The chips, see ``Topology.parse``.
-      setting: Batch and context; its mesh is replaced by the fastest that fits.
-      num_draft: K where K itself does not grow.
+      setting: Batch and context; its mesh is replaced by the fastest mesh that fits.
+      num_draft: K in the tables in which K does not grow.
       rate: Acceptance of every position.
 
     Raises:

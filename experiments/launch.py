@@ -4,11 +4,11 @@
         --config.mesh=data:2,tensor:4
 
 Everything after the name of the experiment is passed to it; ``--`` may stand before the name. On a
-CPU each process has ``--devices`` devices; with GPUs and TPUs leave that out and give every process
-its own by the usual variables, or run one process for the host. What a process prints has its
-number in front. When one of them fails the others are stopped, and the exit code is its own: 128
-plus the signal's number where a signal ended it. On clusters their own launchers do this, see
-docs/scale.md.
+CPU each process has ``--devices`` devices. With GPUs or TPUs leave this flag out, and either give
+every process its devices by the usual variables or run one process for the host. Each printed line
+begins with the number of its process. When a process fails, the others are stopped, and its exit
+code is returned: 128 plus the signal's number if a signal ended it. On clusters use the cluster's
+launcher, see docs/scale.md.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python -m experiments.overlap --workdir=DIR
     python -m experiments.overlap --draft_mesh=tensor:2 --target_mesh=data:2,tensor:2
 
-An overlapped tick should take as long as the longer of the two, a round of the usual loop as long
-as their sum. The toys sleep, since two real programs would only compete for the processor's cores.
-Either side may be a mesh. On a CPU jax runs one program of several devices at a time: with a mesh
-on both sides a tick takes the sum there, with one on one side the longer of the two.
-The run's folder gets config.json, environment.json, report.json, report.md and timeline.png. Cost:
-a few seconds, and compilation.
+An overlapped tick should take as long as the longer of drafting and verification, a round of the
+usual loop as long as their sum. The toy models sleep, since two real programs would only compete
+for the processor's cores. Either side may be a mesh. On a CPU jax runs one program of several
+devices at a time: with a mesh on both sides a tick takes the sum, with a mesh on one side the
+longer of the two. The run's folder gets config.json, environment.json, report.json, report.md and
+timeline.png. Cost: a few seconds, and compilation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(
     draft_mesh: str = "",
     target_mesh: str = "",
 ) -> dict:
-    """Decodes one row overlapped and as usual; returns what was measured.
+    """Decodes one row overlapped and as usual; returns the measurements.
 
     Args:
       workdir: The run's folder; by default runs/overlap/TIME.
@@ -57,8 +57,8 @@ def run(
       verify_ms: Milliseconds of a verify pass.
       k: Drafted tokens per tick.
       num_tokens: Tokens that each of the two loops decodes.
-      draft_mesh: The draft's devices, such as "tensor:2"; empty: one.
-      target_mesh: Likewise the target's.
+      draft_mesh: The draft's devices, such as "tensor:2"; empty means one device.
+      target_mesh: The target's devices, likewise.
 
     Raises:
       ConfigError: A cost is not positive, there is no such mesh, or jax sees too few devices.
@@ -155,7 +155,7 @@ def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: i
 
 
 def beside(spans: Sequence[Span]) -> np.ndarray:
-    """Returns how much of the shorter of draft and verify ran during the other, by tick."""
+    """Returns by tick what part of the shorter of draft and verify ran during the other."""
     by_tick: dict[int, dict[str, Span]] = {}
     for span in spans:
         if span.what in ("draft", "verify"):

@@ -1,4 +1,4 @@
-"""Plans a deployment: does it fit, what does a round move, and which K pays on which chips.
+"""Plans a deployment: whether it fits, what a round moves, and which K pays on which chips.
 
     python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
     python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5 --workdir=DIR
@@ -7,14 +7,14 @@
     python -m experiments.plan --config.program=train --config.is_fully_sharded --config.length=1024
     python -m experiments.plan --config.program=prefill --config.slots=32768 --config.batch=1
 
-The library's own program, of decoding, prefill or a training step, is compiled ahead of time for
-the devices, without them and without weights: its memory, collectives, cache copies and HBM bytes
-are counted from the compiled text. Speeds are predicted from the chip's published peaks and from
-an acceptance that is given, or read from a report that has measured it; so they are floors of
+The library's program for decoding, prefill or a training step is compiled ahead of time for the
+devices, without having them and without weights. Its memory, collectives, cache copies and HBM
+bytes are counted from the compiled text. Speeds are predicted from the chip's published peaks and
+from an acceptance, which is given or read from a report that measured it. So they are floors of
 time, not measurements. --config.prompt_tokens=1024 also says how a queue's time is divided between
-prefill and decoding. Of a training step on GPUs, or without compiling, only weights, gradients and
+prefill and decoding. For a training step on GPUs, or without compiling, only weights, gradients and
 the optimizer's state are counted. A run leaves config.json, environment.json, report.json,
-report.md and plan.png; one that was stopped continues with the same --workdir.
+report.md and plan.png. A run that was stopped continues with the same --workdir.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _LIBTPU = {
 
 
 def numbers(config: ConfigDict, name: str) -> list[int]:
-    """Returns the values of a list with commas.
+    """Returns the values of a key that lists numbers with commas between them.
 
     Raises:
-      ConfigError: one is not a positive integer.
+      ConfigError: a value is not a positive integer.
     """
     try:
         values = [int(value) for value in str(config[name]).split(",")]
@@ -70,10 +70,10 @@ def numbers(config: ConfigDict, name: str) -> list[int]:
 
 
 def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]]:
-    """Returns what is drafted in a round: K, and the tree of K nodes or None for a chain.
+    """Returns the shapes of drafts to plan: K, and the tree of K nodes or None for a chain.
 
     Raises:
-      ConfigError: an invalid K or tree.
+      ConfigError: K or the tree is invalid.
     """
     if config.tree:
         cli.require(draft is not None, config, "tree", "none without a draft")
@@ -96,7 +96,10 @@ def check_devices(topology: Topology, mesh: str) -> None:
 
 
 def subjects(config: ConfigDict) -> tuple[Any, Any, Any, list[Topology]]:
-    """Returns the target, the draft or None, the draft only if it is a head, and the topologies."""
+    """Returns target, draft, head and topologies.
+
+    Without a draft, draft and head are None; the head is also None if the draft is not a head.
+    """
     target = find_config(config.target)
     draft = find_draft(config.draft, target, config.draft_vocab_size)
     is_head = draft is not None and kind_of_draft(draft).head is not None
@@ -130,7 +133,7 @@ def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]
 
 
 def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob]]:
-    """Yields every combination of prompts to plan; each is as long as the cache has slots."""
+    """Yields every combination of prompts to plan; each prompt fills all slots of the cache."""
     target, _, head, topologies = subjects(config)
     what = "for prefill, which is planned by compiling for TPUs alone"
     cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
@@ -203,7 +206,7 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
 
 
 def check_libtpu(topologies: list[Topology]) -> None:
-    """Raises ConfigError where programs for TPUs cannot be compiled."""
+    """Raises ConfigError if there are TPUs and programs for them cannot be compiled."""
     if not any(topology.is_tpu for topology in topologies):
         return
     if importlib.util.find_spec("libtpu") is None:
@@ -223,7 +226,7 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
       workdir: The run's folder; by default runs/plan/TIME. Cells that it holds are read.
 
     Raises:
-      SpecJaxError: A config that cannot be planned.
+      SpecJaxError: The config cannot be planned.
     """
     cli.check_keys(config, default.get_config())
     acceptance = Acceptance.of(str(config.acceptance))

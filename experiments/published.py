@@ -1,11 +1,12 @@
-"""Holds the roofline against published pairs of accepted tokens and speed-up.
+"""Compares the roofline with published pairs of accepted tokens and speed-up.
 
     python -m experiments.published --workdir=DIR
 
-Every pair of ``planning/published.json`` with a known acceptance is predicted from that acceptance,
-the model's shape and the chip's published peaks; no constant is fitted. Prints predicted beside
-published, and the error by group. The run's folder gets config.json, environment.json,
-report.json, report.md and published.png. Cost: seconds on any machine.
+For every pair of ``planning/published.json`` with a known acceptance, the speed-up is predicted
+from that acceptance, the model's shape and the chip's published peaks; no constant is fitted.
+Prints predicted and published speed-ups side by side, and the error by group. The run's folder gets
+config.json, environment.json, report.json, report.md and published.png. Cost: seconds on any
+machine.
 """
 
 from __future__ import annotations
@@ -95,17 +96,17 @@ class PublishedPair(NamedTuple):
     Attributes:
       source: a key of ``sources``.
       group: one of ``GROUPS``.
-      topologies: what it ran on; ``USUAL`` if that is not stated.
+      topologies: the chips that it ran on; ``USUAL`` if they are not stated.
       target: a name in ``PRESETS``.
       method: the drafter.
       num_draft: K, the number of nodes of a tree.
       tree: None for a chain.
       setting: batch, context and mesh.
-      task: of the prompts.
+      task: the task of the prompts.
       temperature: None if it is not stated.
       tau: tokens per target pass; None if it is not stated.
-      speedup: over plain decoding.
-      plain_tok_s: tokens a second of plain decoding, if they are stated.
+      speedup: the speed-up over plain decoding.
+      plain_tok_s: tokens a second of plain decoding; None if they are not stated.
     """
 
     source: str
@@ -124,7 +125,7 @@ class PublishedPair(NamedTuple):
 
 
 def load(path: pathlib.Path = PATH) -> tuple[list[PublishedPair], dict[str, Any]]:
-    """Returns the rows, and the whole file with its sources and what was left out."""
+    """Returns the rows, and the whole file with its sources and the pairs that are left out."""
     file = json.loads(path.read_text(encoding="utf-8"))
     return [row for run in file["runs"] for row in _rows(run)], file
 
@@ -175,7 +176,7 @@ def count_round(row: PublishedPair) -> RoundWork:
 def _block_round(
     target: ModelConfig, num_draft: int, setting: Setting, *, has_markov: bool = False
 ) -> RoundWork:
-    """The round of a DFlash draft: one pass of five layers over the block, without a causal chain.
+    """Counts the round of a DFlash draft: one pass of five layers over the block, not causal.
 
     Its keys and values come from five of the target's states, joined by one map. DSpark adds a
     product of rank 256 over the vocabulary for every drafted token.
@@ -210,14 +211,14 @@ _BLOCK_ROUNDS = {"dflash": _block_round, "dspark": functools.partial(_block_roun
 
 
 class PredictedPair(NamedTuple):
-    """A row beside its prediction.
+    """A row with its prediction.
 
     Attributes:
-      row: what was published.
-      low, high: the predicted speed-up, over the row's topologies; NaN without a tau.
-      implied_tau: the tokens a pass that would explain the published speed-up, for the first
+      row: the published pair.
+      low, high: range of the predicted speed-up over the row's topologies; NaN without a tau.
+      implied_tau: the tokens per pass that would explain the published speed-up, for the first
         topology.
-      plain_floor_tok_s: what plain decoding reaches at most, for the first topology.
+      plain_floor_tok_s: maximum tokens a second of plain decoding, for the first topology.
     """
 
     row: PublishedPair
@@ -238,10 +239,10 @@ class PredictedPair(NamedTuple):
 
 
 def compare(row: PublishedPair, overhead_s_per_pass: float = 0.0) -> PredictedPair:
-    """Predicts a row's speed-up from its tau and from nothing else that was measured.
+    """Predicts a row's speed-up; tau is the only measured figure that it uses.
 
     Args:
-      row: What was published.
+      row: The published pair.
       overhead_s_per_pass: See ``RoundWork.floor_s``.
     """
     plain, one = decode_round(PRESETS[row.target], setting=row.setting), count_round(row)
@@ -262,11 +263,11 @@ def compare(row: PublishedPair, overhead_s_per_pass: float = 0.0) -> PredictedPa
 
 
 def summarise(comparisons: Sequence[PredictedPair]) -> dict[str, Any]:
-    """Returns how far predictions are from what was published.
+    """Returns how far predictions are from published speed-ups.
 
     Returns:
       ``rows``; ``bias``, the geometric mean of predicted over published; ``median_error`` and
-      ``max_error``, of their relative difference without sign; ``correlation`` of the logarithms.
+      ``max_error`` of the absolute relative difference; ``correlation`` of the logarithms.
     """
     ratio = np.asarray([c.ratio for c in comparisons])
     error = np.abs(ratio - 1)
@@ -285,7 +286,7 @@ _BIASES = ("bias", *(f"at {ms:g} ms a pass" for ms in OVERHEADS_MS))
 
 
 def run(workdir: str | pathlib.Path | None) -> dict:
-    """Compares all pairs; returns what report.json holds.
+    """Compares all pairs; returns the content of report.json.
 
     Args:
       workdir: The run's folder; by default runs/published/TIME.

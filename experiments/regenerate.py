@@ -1,14 +1,14 @@
-"""Lets a target answer prompts, for text of its own to train drafts on.
+"""Lets a target answer prompts, to make text on which drafts for it are trained.
 
     python -m experiments.regenerate --workdir=runs/text
     python -m experiments.regenerate --workdir=runs/text --config.prompts=FILE.jsonl
 
-In a file of conversations, every answer is replaced by one of the target, given the original turns
-before it. Rows that finish are refilled from the queue of prompts. A run leaves config.json,
-environment.json, responses.jsonl (one line for each prompt: index, prompt_ids, response_ids, text,
-finish_reason, temperature, seed; in the order in which they finished), report.json and report.md. A
-work directory with responses is continued: answered prompts are skipped, and since a response
-depends only on the config and its index, the lines equal those of an uninterrupted run.
+In a file of conversations, every answer is replaced by an answer of the target, given the original
+turns before it. Rows that finish are refilled from the queue of prompts. A run leaves config.json,
+environment.json, responses.jsonl, report.json and report.md. responses.jsonl has one line for each
+prompt, in the order in which they finished: index, prompt_ids, response_ids, text, finish_reason,
+temperature, seed. A work directory with responses is continued, and answered prompts are skipped. A
+response depends only on the config and its index, so the lines equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
-    """Checks a config and returns it with every value in its final form.
+    """Checks a config and returns it with all references resolved.
 
     Raises:
       ConfigError: A key is unknown or missing, or a value is out of range.
@@ -90,7 +90,7 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     Raises:
       ConfigError: The rule changes the target's distribution, or the parts do not fit together.
       PromptError: Target or draft cannot hold the longest prompt and its response.
-      WeightsError: No such model.
+      WeightsError: There is no such model.
     """
     values = {**config.sampler, "seed": config.seed}
     samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
@@ -118,12 +118,12 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
 
 
 def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pairs, list[str]]:
-    """Returns the prompts of a config; rows of a file that are no prompts are left out.
+    """Returns the prompts of a config; rows of a file that are not prompts are left out.
 
     Returns:
-      The number of prompts; an index and the ids of each, where an index always belongs to the same
-      prompt, whatever the number of prompts; and sentences on what is left out, to which a
-      conversation that the chat template refuses adds one when its turn comes.
+      The number of prompts; an index and the ids of each; and sentences on what is left out. An
+      index belongs to the same prompt for any number of prompts. When a conversation is reached
+      that the chat template refuses, a sentence is added.
     """
     path, encoder, notes = pathlib.Path(config.prompts), PromptEncoder(decoder.target), []
     if not config.prompts:
@@ -162,7 +162,7 @@ def _records(
 def _encoded(
     encoder: PromptEncoder, records: Iterable[tuple[Conversation | Text, int]], notes: list[str]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields the prompts of records, given how many each has; a refused one keeps its indices."""
+    """Yields the prompts of records, given how many each has; a refused record uses indices too."""
     first = 0
     for record, number in records:
         try:
@@ -198,7 +198,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
       workdir: The run's folder.
 
     Raises:
-      SpecJaxError: A config, a model or a prompt that cannot be used, or a work directory of
+      SpecJaxError: A config, a model or a prompt cannot be used, or the work directory is that of
         another experiment.
     """
     config = resolve(config)

@@ -4,11 +4,11 @@
     python -m experiments.train_head --config=configs/train_zoo_eagle1.py --workdir=runs/eagle1
     python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
 
-A work directory with a checkpoint is resumed, bit for bit; SIGTERM or Ctrl-C saves a checkpoint
-and ends the run. A run leaves config.json, environment.json, report.json (with what was read of the
-data, what was left out and why), report.md, metrics.jsonl, tensorboard/, evaluations.jsonl (what
-each prompt took at each evaluation), checkpoints/ (the newest, and the one with the highest tau),
-training.png and export/, a head that spec_jax and other engines load.
+A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and
+ends the run. A run leaves config.json, environment.json, report.json (with the data that was read,
+the data that was left out, and why), report.md, metrics.jsonl, tensorboard/, evaluations.jsonl (the
+figures of each prompt at each evaluation), checkpoints/ (the newest, and the one with the highest
+tau), training.png and export/, a head that spec_jax and other engines load.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       Tau and step of the exported state; None if SIGTERM or Ctrl-C ended the run.
 
     Raises:
-      ConfigError: A value that does not fit, or a work directory of another experiment.
-      TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
+      ConfigError: A value does not fit, or the work directory is that of another experiment.
+      TrainingError: A loss is not finite, or a checkpoint cannot be saved or read.
     """
     validate(config)
     check_resume = lambda saved, resolved, _: cli.check_same(saved, resolved, _FREE)

@@ -1,14 +1,14 @@
-r"""Trains a small language model on the standard library's source or texts, or distils one.
+r"""Trains or distils a small language model, on the standard library's source or on texts.
 
     python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
     python -m experiments.train_lm --config=configs/train_zoo_draft.py --workdir=runs/draft \
         --config.teacher=PATH --config.data.text=chats.jsonl
 
-A work directory with a checkpoint is resumed, bit for bit; SIGTERM or Ctrl-C saves a checkpoint
-and ends the run. With ``config.teacher`` (a zoo name or a Hugging Face directory) the loss is the
-KL divergence to that model, whose tokenizer is used. A run leaves config.json, environment.json,
-report.json (with what was read of the data, what was left out and why), report.md, metrics.jsonl,
-checkpoints/ and export/, a Hugging Face directory.
+A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and
+ends the run. With ``config.teacher`` (a zoo name or a Hugging Face directory) the loss is the KL
+divergence to that model, and its tokenizer is used. A run leaves config.json, environment.json,
+report.json (with the data that was read, the data that was left out, and why), report.md,
+metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       The final held-out figures; None if SIGTERM or Ctrl-C ended the run.
 
     Raises:
-      ConfigError: A value that does not fit, or a work directory of another experiment.
-      TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
+      ConfigError: A value does not fit, or the work directory is that of another experiment.
+      TrainingError: A loss is not finite, or a checkpoint cannot be saved or read.
     """
     validate(config)
     return run.train(LmExperiment, "train_lm", config, workdir, check_resume)
