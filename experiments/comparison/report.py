@@ -84,25 +84,23 @@ def start(setup: Setup) -> dict[str, Any]:
     }
 
 
-def describe_costs(costs: Costs) -> str:
-    """Returns a sentence on what passes cost."""
-    ratio = lambda ms: f"{ms / costs.plain_ms:.2f}"
+def describe_costs(costs: Costs) -> list[str]:
+    """Returns sentences on what passes cost: of the target, of drafts, of a round's first draft."""
+    share = lambda ms: f"{ms / costs.plain_ms:.2f}"
     unsure = costs.insignificant or {}
     mark = lambda name, k: " (not significant)" if k in unsure.get(name, ()) else ""
-    passes = [
-        *(f"a verify pass of {w} tokens {ratio(ms)}" for w, ms in costs.verify_ms.items() if w > 1),
-        *(
-            f"a draft pass of {name} adds {ratio(ms)}{mark(name, 0)}"
-            for name, ms in costs.draft_ms.items()
-        ),
-        *(
-            f"the first draft pass of {name} in a round of {k} adds {ratio(ms)}{mark(name, int(k))}"
-            for name, times in (costs.first_ms or {}).items()
-            for k, ms in times.items()
-        ),
+    verify = [f"{share(ms)} for {w} tokens" for w, ms in costs.verify_ms.items() if w > 1]
+    draft = [f"{share(ms)} by {name}{mark(name, 0)}" for name, ms in costs.draft_ms.items()]
+    first = [
+        f"{share(ms)} by {name} at K = {k}{mark(name, int(k))}"
+        for name, times in (costs.first_ms or {}).items()
+        for k, ms in times.items()
     ]
-    relative = f"; relative to it, {', '.join(passes)}" if passes else ""
-    return f"a plain pass of one token takes {costs.plain_ms:.2f} ms{relative}"
+    lines = [("a verify pass takes", verify), ("a later draft pass adds", draft)]
+    lines.append(("the first draft pass of a round adds", first))
+    plain = f"a target pass of one token takes {costs.plain_ms:.2f} ms"
+    in_passes = [f"in such passes, {what} {', '.join(parts)}" for what, parts in lines if parts]
+    return [plain, *in_passes]
 
 
 def describe_difference(result: CellResult, difference: RowAudit, dtype: str) -> str:
@@ -168,7 +166,7 @@ def notes(
             )
     for (batch, kind), found in costs.items():
         of = f"batch {batch}{f', {kind}' if kind else ''}: " * (len(costs) > 1)
-        lines.append(of + describe_costs(found))
+        lines += [of + line for line in describe_costs(found)]
     if setup.config.baseline == "fastest":
         lines.append("speed-ups are over the fastest plain decoding of all dtypes")
     if num_cut:
