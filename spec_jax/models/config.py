@@ -163,6 +163,9 @@ class RopeConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
         """Reads a parsed config.json, in either spelling.
 
+        A key that is left out has the default of its field. Null is an error where transformers
+        cannot compute with it, as for ``rope_theta`` and ``rope_type``.
+
         Args:
           hf: has ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``.
 
@@ -172,10 +175,10 @@ class RopeConfig:
         raw = {}
         for name in ("rope_scaling", "rope_parameters"):
             raw.update(stated_object(hf, name))
-        raw.setdefault("rope_theta", hf.get("rope_theta"))
-        older = raw.pop("type", None)
-        stated = [x for x in (raw.get("rope_type"), older) if x is not None]
-        raw["rope_type"] = stated[0] if stated else "default"
+        if "rope_theta" in hf:
+            raw.setdefault("rope_theta", hf["rope_theta"])
+        kinds = [raw.pop(name) for name in ("rope_type", "type") if name in raw] or ["default"]
+        raw["rope_type"] = next((kind for kind in kinds if kind is not None), None)
         if is_number(raw.get("partial_rotary_factor")) and raw["partial_rotary_factor"] == 1:
             del raw["partial_rotary_factor"]
         if raw["rope_type"] == "yarn":
@@ -191,8 +194,11 @@ class RopeConfig:
             )
         if raw["rope_type"] in ROPE_TYPES[1:] and raw.get("factor") is None:
             raise ConfigError(f"rope_type {shown(raw['rope_type'])} needs a factor")
-        check_nulls(cls, {name: raw[name] for name in ("truncate",) if name in raw})
-        return cls(**as_declared(cls, {k: v for k, v in raw.items() if v is not None}))
+        names = ("rope_theta", "truncate")
+        names += ("low_freq_factor", "high_freq_factor") if raw["rope_type"] == "llama3" else ()
+        check_nulls(cls, {name: raw[name] for name in names if name in raw})
+        is_stated = lambda name: name == "rope_type" or raw[name] is not None
+        return cls(**as_declared(cls, {name: raw[name] for name in filter(is_stated, raw)}))
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields that this ``rope_type`` uses, as ``rope_parameters`` holds them."""
@@ -309,13 +315,12 @@ class PartialRotary(EqualHeads):
     @classmethod
     def of_fields(cls, hf: Mapping[str, Any]) -> Self:
         """Calls ``from_fields``; the factor may also stand among the rotary parameters."""
-        hf, part = dict(hf), hf.get("partial_rotary_factor")
+        hf, part = dict(hf), "partial_rotary_factor"
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = dict(hf[name])
-                part = hf[name].pop("partial_rotary_factor", part)
-        if part is not None:
-            hf["partial_rotary_factor"] = part
+                if part in hf[name]:
+                    hf[part] = hf[name].pop(part)
         return from_fields(cls, hf)
 
 

@@ -237,6 +237,9 @@ def test_an_unreadable_config_is_named(llama, file, text):
         (dict(rope_parameters=dict(rope_type="longrope", long_factor=[1])), "long_factor"),
         (dict(rope_parameters=dict(rope_type="linear")), "needs a factor"),
         (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary"),
+        (dict(rope_parameters=dict(rope_theta=None)), "rope_theta is null; expected a finite"),
+        (dict(rope_parameters=None, rope_theta=None), "rope_theta is null; expected a finite"),
+        (dict(rope_parameters=dict(rope_type=None, rope_theta=1e4)), "rope_type None .* default,"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

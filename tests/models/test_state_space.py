@@ -289,6 +289,14 @@ def test_config_json_reads_back(config):
         BambaConfig.from_hf({"vocab_size": 3})
 
 
+def test_the_part_of_a_head_that_is_rotated_is_not_null():
+    hf = BAMBA.to_hf()
+    for place in ({}, hf["rope_parameters"]):
+        stated = {"rope_parameters": {**place, "partial_rotary_factor": None}}
+        with pytest.raises(ConfigError, match="partial_rotary_factor is null; expected a finite"):
+            BambaConfig.from_hf(hf | stated)
+
+
 @pytest.mark.exhaustive
 def test_a_queue_takes_prompts_of_different_lengths():
     """They cannot be prefilled together: what pads the shorter would stay in its state."""

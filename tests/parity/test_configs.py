@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of_type
+from spec_jax.models.rope import rope_frequencies
 
 transformers = pytest.importorskip(
     "transformers", reason="parity needs transformers (extra 'parity')"
@@ -78,3 +80,51 @@ def test_null_for_a_flag_is_read_or_refused_as_transformers_does(kind, name):
             family.from_hf(hf | {name: None})
     else:
         assert value is None and getattr(family.from_hf(hf | {name: None}), name) is False
+
+
+SIZES = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=2.0, low_freq_factor=1.0)
+LLAMA_3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64)
+ROPES = {
+    "no base": dict(rope_theta=None),
+    "no base, nor parameters": dict(rope_theta=None, rope_parameters=None),
+    "no base, older spelling": dict(
+        rope_theta=None, rope_scaling=dict(rope_type="linear", factor=2.0)
+    ),
+    "no base among the parameters": dict(
+        rope_theta=5e5, rope_parameters=dict(rope_type="default", rope_theta=None)
+    ),
+    "a base among the parameters alone": dict(
+        rope_theta=None, rope_parameters=dict(rope_type="default", rope_theta=7.0)
+    ),
+    "no type": dict(rope_parameters=dict(rope_type=None, rope_theta=1e4)),
+    "no factor": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=None)),
+    "no factor, none needed": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, factor=None)
+    ),
+    **{f"llama3, no {n}": dict(rope_parameters=LLAMA_3 | {n: None}) for n in [*LLAMA_3][2:]},
+    **{
+        f"yarn, no {name}": dict(rope_parameters=YARN | {name: None})
+        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("stated", ROPES.values(), ids=ROPES)
+def test_null_of_the_rotary_embedding_is_read_or_refused_as_transformers_does(kind, stated):
+    copied = {n: dict(x) if isinstance(x, dict) else x for n, x in stated.items()}  # they write
+    from_hf = family_of_type(kind.lower()).config.from_hf
+    hf = SIZES | stated | {"model_type": kind.lower()}
+    try:
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **copied)
+        theirs = getattr(transformers, f"{kind}Model")(config).rotary_emb
+    except Exception:  # of their checks, or of their arithmetic
+        with pytest.raises(ConfigError, match="rope_theta|rope_type|factor|original_max"):
+            from_hf(hf)
+    else:
+        frequencies, scale = rope_frequencies(from_hf(hf).rope, SIZES["head_dim"])
+        np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-5)
+        assert scale == pytest.approx(theirs.attention_scaling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 
@@ -231,6 +232,7 @@ NAMES = [
     ("eagle-3", {"layer_types": 3}, "layer_types is 3"),
     ("eagle-3", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
     ("eagle-3", {"rope_theta": "x"}, "rope_theta is 'x'; expected a number"),
+    ("eagle-3", {"rope_theta": None}, "rope_theta is null; expected a finite number"),
     ("eagle-3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a finite number"),
     ("eagle-3", {"target_hidden_size": "16"}, "width '16'; this one has 16"),
     ("eagle-3", {"hidden_act": "gelu"}, "gelu"),
@@ -348,7 +350,9 @@ def test_norms_without_a_key_are_read_and_noted(tmp_path):
 def test_the_rotary_base_is_the_heads_own(tmp_path):
     config, notes = notes_of(write_head(tmp_path))
     assert config.layer.rope == RopeConfig(rope_theta=1e4) and "rope" not in notes
-    config, notes = notes_of(write_head(tmp_path, rope_theta=None))
+    left = {key: x for key, x in HEADS["eagle-3"][0].items() if key != "rope_theta"}
+    (tmp_path / "config.json").write_text(json.dumps(left))
+    config, notes = notes_of(tmp_path)
     assert config.layer.rope.rope_theta == 1e4 and "10000 is assumed" in notes
     parameters = {"rope_type": "default", "rope_theta": 7.0}
     config, notes = notes_of(write_head(tmp_path, rope_theta=None, rope_parameters=parameters))
