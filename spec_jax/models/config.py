@@ -32,6 +32,16 @@ MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 ALIASES = {"mimo": "qwen2", "mistral": "llama"}  # the same layers under another name
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+# What a key that is left out means to the class of this model type in transformers, where it is not
+# what the fields of ``ModelConfig`` have; and the key for which that class refuses null.
+_LEFT_OUT = {
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": _QWEN,
+    "mimo": _QWEN,
+    "qwen3": {"head_dim": 128, **_QWEN},
+}
+_NO_NULL = {"mistral": "num_key_value_heads", "qwen3": "head_dim"}
 ATTENTIONS = ("auto", "xla")
 """How a cache is attended over. "xla": in blocks of slots, up to the last one of the longest row.
 "auto": likewise off a CPU where there are many slots; else all slots, or on a CPU a prefix. It also
@@ -430,11 +440,12 @@ class ModelConfig(EqualHeads):
             known = ", ".join([*cls.architectures, *ALIASES])
             raise ConfigError(f"model_type {shown(kind)} is not supported; known: {known}")
         check_supported(hf, hidden_act="silu")
+        hf = {**_LEFT_OUT.get(hf["model_type"], {}), **hf}
         _check_sees_all(hf)
-        if hf["model_type"] == "mistral":  # its own default
-            hf = {"num_key_value_heads": 8, **hf}
-        hf = {**hf, "model_type": kind}
-        return from_fields(cls, hf, "attention")
+        name = _NO_NULL.get(hf["model_type"])
+        if name is not None and hf[name] is None:
+            raise ConfigError(f"{name} is null; expected a positive integer")
+        return from_fields(cls, {**hf, "model_type": kind}, "attention")
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""

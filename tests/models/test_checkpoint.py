@@ -285,6 +285,19 @@ def test_absent_head_counts_have_the_usual_defaults(llama):
     assert (config.num_key_value_heads, config.head_dim) == (4, 4)
 
 
+def test_sizes_that_a_qwen_leaves_out_are_those_of_its_class(llama):
+    left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    edit_json(llama, lambda c: [c.pop(name) for name in left_out])
+    for kind, head_dim in {"qwen2": 8, "qwen3": 128}.items():
+        sizes = dict(model_type=kind, hidden_size=512, num_attention_heads=64)
+        edit_json(llama, lambda c, sizes=sizes: c.update(sizes))
+        config = read_config(llama)
+        assert [getattr(config, name) for name in left_out] == [32, head_dim, 32768]
+    edit_json(llama, lambda c: c.update(head_dim=None))
+    with pytest.raises(ConfigError, match="head_dim is null; expected a positive integer"):
+        read_config(llama)
+
+
 def test_stop_tokens_may_be_a_list_and_those_of_generation_take_precedence(llama):
     assert read_config(llama).eos_token_id == ()
     edit_json(llama, lambda c: c.update(eos_token_id=3))

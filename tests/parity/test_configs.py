@@ -22,12 +22,23 @@ _LATENT += " n_routed_experts"
 _HEADS = "num_key_value_heads head_dim num_experts"
 _DELTA = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
 _DELTA += f" {_HEADS} shared_expert_intermediate_size"
+OF_MODEL_CONFIG = {  # models of ``ModelConfig``, and their class
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "mimo": "Qwen2Config",  # which its own class inherits from
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
 KINDS = {  # their class, and the keys that have no default here
+    "llama": ("LlamaConfig", "intermediate_size"),
+    "qwen2": ("Qwen2Config", "intermediate_size"),
+    "qwen3": ("Qwen3Config", "intermediate_size"),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
     "kimi_k2": ("DeepseekV3Config", _LATENT),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT),
     "glm4_moe": ("Glm4MoeConfig", "intermediate_size num_key_value_heads n_routed_experts"),
-    "qwen3_moe": ("Qwen3MoeConfig", f"intermediate_size {_HEADS}"),
+    "qwen3_moe": ("Qwen3MoeConfig", "intermediate_size num_experts"),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _DELTA),
     "qwen3_next": ("Qwen3NextConfig", _DELTA),
 }
@@ -49,7 +60,7 @@ def test_keys_that_are_left_out_are_read_as_transformers_assumes(kind):
     theirs, hf = theirs_and_needed(kind)
     ours = family_of_type(kind).config.from_hf(hf)
     names = {field.name for field in dataclasses.fields(ours)} - _OTHER
-    names -= {"model_type"} if kind == "kimi_k2" else set()
+    names -= {"kimi_k2": {"model_type"}, "qwen2": {"attention_bias"}}.get(kind, set())
     found = {name: getattr(ours, name) for name in names}
     if "layer_types" in found:
         found["layer_types"] = list(found["layer_types"])
@@ -63,8 +74,31 @@ def test_keys_that_are_left_out_are_read_as_transformers_assumes(kind):
         assert ours.first_k_dense_replace == dense
 
 
+@pytest.mark.parametrize("kind", OF_MODEL_CONFIG)
+@pytest.mark.parametrize("is_null", [False, True], ids=["left out", "null"])
+@pytest.mark.parametrize("name", ["head_dim", "num_key_value_heads", "max_position_embeddings"])
+def test_a_size_that_is_left_out_or_null_is_read_as_transformers_does(kind, is_null, name):
+    """In models with other heads than those of their class's defaults."""
+    hf = dict(vocab_size=31, hidden_size=1024, intermediate_size=24, num_hidden_layers=2)
+    hf |= dict(num_attention_heads=64, sliding_window=None, **({name: None} if is_null else {}))
+    if kind == "qwen3_moe":
+        hf |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    from_hf = family_of_type(kind).config.from_hf
+    try:
+        theirs = getattr(transformers, OF_MODEL_CONFIG[kind])(**hf)
+    except Exception:  # of the library that checks their types
+        with pytest.raises(ConfigError, match=f"{name} is null; expected"):
+            from_hf(hf | {"model_type": kind})
+    else:
+        expected = getattr(theirs, name, None)
+        if expected is None and name == "head_dim":  # as their layers compute it
+            expected = theirs.hidden_size // theirs.num_attention_heads
+        assert getattr(from_hf(hf | {"model_type": kind}), name) == expected
+
+
+NORMED = ("deepseek", "kimi", "glm4", "qwen3_next")
 FLAGS = [(kind, "rope_interleave") for kind in ("deepseek_v3", "kimi_k2", "glm4_moe_lite")]
-FLAGS += [(kind, "norm_topk_prob") for kind in KINDS if not kind.startswith(("qwen3_5", "qwen3_m"))]
+FLAGS += [(kind, "norm_topk_prob") for kind in KINDS if kind.startswith(NORMED)]
 
 
 @pytest.mark.parametrize("kind, name", FLAGS)

@@ -282,7 +282,10 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
         layer["vocab_size"] = size
     if format != SPECULATORS:
         # Elsewhere a head's layer is Llama's, with biases on q, k and v where config.json says so.
+        # Keys that are left out are Llama's too.
         kind = "qwen2" if stated_flag(layer, "qkv_bias") else "llama"
+        length = ModelConfig.max_position_embeddings
+        layer = {"num_key_value_heads": None, "max_position_embeddings": length} | layer
         if layer.get("model_type") not in (None, kind):
             stated = shown(layer["model_type"])
             notes.append(f"config.json says model_type {stated}; the layer is read as {kind}.")

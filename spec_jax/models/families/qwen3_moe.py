@@ -29,6 +29,7 @@ class Qwen3MoeConfig(ModelConfig):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    num_key_value_heads: int = 4
     max_position_embeddings: int = 32768
 
     has_qk_norm: ClassVar[bool] = True

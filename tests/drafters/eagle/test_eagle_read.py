@@ -29,6 +29,7 @@ from support.tiny_models import random_tensor, random_tokens, random_weights
 
 from spec_jax.drafters.common.vocabulary import check_offsets
 from spec_jax.drafters.eagle.checkpoint import read_head
+from spec_jax.drafters.eagle.formats import head_config
 from spec_jax.drafters.eagle.model import forward, head_table, join_features, recycle, unembed
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import transformer
@@ -362,6 +363,17 @@ def test_the_rotary_base_is_the_heads_own(tmp_path):
 def test_the_layer_of_an_eagle_head_is_llamas_whatever_its_target_is(tmp_path):
     config, notes = notes_of(write_head(tmp_path, model_type="qwen3"))
     assert config.layer.model_type == "llama" and "model_type 'qwen3'" in notes
+
+
+def test_sizes_that_an_eagle_head_with_biases_leaves_out_are_llamas():
+    left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    for has_biases in (False, True):
+        hf = {**HEADS["eagle-1"][0], "num_attention_heads": 4, "qkv_bias": has_biases}
+        hf = {key: value for key, value in hf.items() if key not in left_out}
+        names = set(HEADS["eagle-1 of qwen2"][1])
+        layer = head_config(hf, names, 2 * D, TARGET, {}, []).layer
+        assert [getattr(layer, name) for name in left_out] == [4, 4, 2048]
+        assert layer.model_type == ("qwen2" if has_biases else "llama")
 
 
 def test_a_head_that_leaves_nothing_open_has_no_notes_but_its_taps(tmp_path):
