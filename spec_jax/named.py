@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spec_jax.config import STRATEGIES, SpeculativeConfig
+from spec_jax.config.checks import check_name
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.loading import LoadedHead, LoadedModel
@@ -35,13 +36,11 @@ def to_rule(rule: Rule | Callable[[], Rule] | str) -> Rule:
         package, such as "block"; or ``module:NAME`` of one of the first two.
 
     Raises:
-      ConfigError: there is no such module, name or rule, or it is something else.
+      ConfigError: there is no such module, name or rule (a close name is suggested), or it is
+        something else.
     """
     if isinstance(rule, str) and ":" not in rule:
-        if rule not in STRATEGIES:
-            raise ConfigError(
-                f"rule is {rule!r}; expected module:NAME, or one of {', '.join(STRATEGIES)}"
-            )
+        check_name("rule", rule, STRATEGIES, "module:NAME, or ")
         return make_rule(SpeculativeConfig(rejection_sampling_strategy=rule))
     return _make("rule", rule, Rule)
 

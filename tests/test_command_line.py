@@ -71,7 +71,7 @@ def test_no_command_prints_help_and_every_option_has_its_default(capsys):
 
 LINES = [
     (["generate", "no/such/model", "x"], "error: no/such/model is neither a directory nor"),
-    (["certify", "--rule", "residul"], "error: rule is 'residul'; expected module:NAME, or"),
+    (["certify", "--rule", "residul"], "error: rule is 'residul' (did you mean residual?); "),
     (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
     (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
     (["inspect", "zoo/eagel3"], "(did you mean zoo/eagle3?)"),

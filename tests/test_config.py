@@ -64,6 +64,7 @@ def test_configs_are_frozen():
         (dict(num_speculative_tokens=2.5), "num_speculative_tokens"),
         (dict(speculative_method="medusa"), "'medusa'; expected one of standalone"),
         (dict(rejection_sampling_strategy="best"), "'best'; expected None or one of greedy"),
+        (dict(rejection_sampling_strategy="blok"), r"'blok' \(did you mean block\?\); expected"),
         (dict(typical_epsilon=0.0), "typical.epsilon is 0.0; expected a number above 0"),
         (dict(typical_delta=-1.0), "typical.delta"),
         (dict(ngram_min=0), "ngram.min"),

@@ -54,7 +54,8 @@ def test_a_module_of_the_current_directory_gives_its_rules_and_drafters():
 
 
 INVALID_NAMES = [
-    ("residul", "rule is 'residul'; expected module:NAME, or one of greedy, residual"),
+    ("best", "rule is 'best'; expected module:NAME, or one of greedy, residual"),
+    ("blok", r"rule is 'blok' \(did you mean block\?\); expected module:NAME, or one of greedy"),
     ("own_parts.py:RULE", "expected module:NAME as in an import, such as my_rule:rule"),
     ("no_such:RULE", "there is no module 'no_such' in .*or on Python's path"),
     ("own_parts.sub:RULE", "importing own_parts.sub failed|no module 'own_parts.sub'"),
