@@ -146,9 +146,14 @@ def generate(args: argparse.Namespace) -> int:
     """Streams a continuation to stdout; prints one line of statistics to stderr."""
     import spec_jax
     from spec_jax.config import METHODS
+    from spec_jax.config.checks import check, is_integer
 
     if args.max_tokens is not None:
         raise ConfigError(ambiguous_limit("--max-tokens", "--max-new-tokens", "--max-length"))
+    if args.draft or args.drafter:
+        flag = "--draft" if args.draft else "--drafter"
+        expected = f"an integer of 1 or more (for plain decoding, leave out {flag})"
+        check(is_integer(args.k, 1), "--k", args.k, expected)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     spec_jax.enable_compilation_cache()
     target = spec_jax.load_model(args.target, args.dtype, mesh=args.mesh)

@@ -74,6 +74,14 @@ LINES = [
     (["certify", "--rule", "residul"], "error: rule is 'residul' (did you mean residual?); "),
     (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
     (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
+    (
+        ["generate", "zoo/target", "x", "--draft", "zoo/draft", "--k", "0"],
+        "error: --k is 0; expected an integer of 1 or more (for plain decoding, leave out --draft)",
+    ),
+    (
+        ["generate", "zoo/target", "x", "--drafter", "m:make", "--k", "-1"],
+        "error: --k is -1; expected an integer of 1 or more (for plain decoding, leave out --draft",
+    ),
     (["inspect", "zoo/eagel3"], "(did you mean zoo/eagle3?)"),
     (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
 ]
