@@ -59,8 +59,11 @@ def check_loaded(role: str, model: Any, kind: type | types.UnionType) -> None:
 
     Raises:
       ModelNotLoaded: it is something else, such as a path or a config, or it has no weights.
+      ConfigError: the draft is the name of a method that copies tokens.
     """
     if not isinstance(model, kind):
+        if role == "draft":
+            _check_has_weights(model)
         expected = getattr(kind, "__name__", "LoadedModel or LoadedHead")
         path = repr(str(model)) if isinstance(model, (str, pathlib.Path)) else "path"
         call = f"load_model({path})" if role == "target" else f"load_draft({path}, target)"
@@ -168,12 +171,7 @@ def load_draft(
         draft's heads, or the name is that of a method that copies tokens.
     """
     _check_has_config(target)
-    asked = str(name_or_path) if method is None else method
-    if METHODS.get(asked) and (method is not None or not pathlib.Path(name_or_path).is_dir()):
-        raise ConfigError(
-            f"{asked!r} copies tokens and has no weights to load; write "
-            f"SpeculativeDecoder(target, config=SpeculativeConfig({asked!r}))"
-        )
+    _check_has_weights(name_or_path, method)
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else _detect(name_or_path, target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
@@ -198,6 +196,16 @@ def load_draft(
     if as_stated is not target:
         head, in_parts = head.with_vocab(target.config.vocab_size), False
     return head if mesh is None or in_parts else head.on_mesh(mesh, axis_rules)
+
+
+def _check_has_weights(name_or_path: Any, method: str | None = None) -> None:
+    """Raises a ConfigError if a draft is the name of a method that copies tokens."""
+    asked = str(name_or_path) if method is None else method
+    if METHODS.get(asked) and (method is not None or not pathlib.Path(name_or_path).is_dir()):
+        raise ConfigError(
+            f"{asked!r} copies tokens and has no weights to load; write "
+            f"SpeculativeDecoder(target, config=SpeculativeConfig({asked!r}))"
+        )
 
 
 def _detect(name_or_path: str | pathlib.Path, target: LoadedModel) -> registry.DrafterKind:

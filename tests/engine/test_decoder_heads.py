@@ -13,7 +13,7 @@ from spec_jax import SpeculativeDecoder
 from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel, load_draft
 from spec_jax.models import transformer
 from spec_jax.tree import DynamicTree, Tree
 
@@ -122,6 +122,13 @@ def test_parts_that_do_not_fit_are_refused(target):
         SpeculativeDecoder(target, target, config)
     with refuse("'ngram' copies tokens; leave the draft tiny out"):
         SpeculativeDecoder(target, target, SpeculativeConfig("ngram"))
+    for method in ("ngram", "suffix"):
+        config = rf"write SpeculativeDecoder\(target, config=SpeculativeConfig\('{method}'\)\)"
+        message = f"'{method}' copies tokens and has no weights to load; {config}"
+        with refuse(message):
+            SpeculativeDecoder(target, method)
+        with refuse(message):
+            load_draft(method, target)
     with refuse("31 children .*; the draft's vocabulary has 30"):
         few = dataclasses.replace(target, model=transformer.model(TARGET_CONFIG, num_tokens=30))
         SpeculativeDecoder(few, few, SpeculativeConfig(tree=(31,)))
