@@ -74,6 +74,9 @@ MUTATIONS = mutants.read("""
     sources that learn share their counts
         rng._fold_in_counts: counts[source] * len(counts) + source -> counts[source]
         test_every_count_of_every_source_has_noise_of_its_own
+    K is chosen from outputs of the same noise
+        AdaptiveRunner.__call__: note_tuner(state, x_) -> state
+        test_the_noise_of_a_round_is_made_with_the_updates_of_the_choice_of_k
     a row without a finite logit goes on
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
         test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason

@@ -19,12 +19,14 @@ from support.remembering import (
     HostMemories,
     K,
     SampledMemories,
+    Spiteful,
     SuffixMemories,
     V,
     calls,
     p_value,
     trials,
 )
+from support.scripted import Known
 
 import spec_jax
 from spec_jax import decoding, testing
@@ -175,6 +177,23 @@ def test_the_choice_of_k_counts_its_updates():
     for number in range(3):
         assert tuner.choose(RoundCosts({0: 1.0, 1: 1.0}))[1].num_updates == number
         tuner = tuner.observe(1, 4, 4, [2], 4.0)
+
+
+def test_the_noise_of_a_round_is_made_with_the_updates_of_the_choice_of_k():
+    model = testing.toy_model(V)
+    target = LoadedModel("target", model, TARGET)
+    draft = LoadedModel("draft", model, testing.toy_params(V, 1, contexts=1))
+    options = {"adaptive": {"buckets": (0, 1)}, "rejection_sampling_strategy": "residual"}
+    config = SpeculativeConfig("standalone", 1, **options)
+    decoder = SpeculativeDecoder(target, draft, config, target_sampler=WARM)
+    decoder.adaptive.tuner, decoder.adaptive.costs = Spiteful(), Known()
+    engine = decoder.engine()
+    state = start(decoder, [[0, 1, 2]], [8], make_sampler(WARM, 1, V))
+    for number in range(3):
+        state, _ = engine.generate(state, np.zeros(1, np.int32), 1)
+        for sampler in (state.sampler, state.draft_sampler):
+            assert sampler.learned.tolist() == [[0, number]]
+        assert decoder.adaptive.tuner.num_updates == number + 1
 
 
 def test_a_history_is_saved_with_its_count():
