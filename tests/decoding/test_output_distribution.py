@@ -97,7 +97,7 @@ def check_drafted(name, place, stats):
     assert offered[-1] > 0
     if name in ("suffix", "ngram") or (name == "adaptive" and place == "inside"):
         assert fewer[0] > 0 and sum(fewer) > fewer[0]
-    elif name in ("host", "confidence"):
+    elif name in ("host", "confidence") or (name == "confident" and place == "inside"):
         assert max(fewer) > 0
 
 
