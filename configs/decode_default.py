@@ -29,9 +29,13 @@ def get_config() -> ConfigDict:
     config.data = "functions"
     config.num_prompts = 16
     config.max_new_tokens = 32
+    # Block drafters gain nothing on a CPU; see them with --config.drafts=zoo/dflash,zoo/dspark.
+    config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,ngram"
     config.ks = ()
     # a good K of each on two CPU cores; compare yours with --config.ks=1,2,3,4,5,6
-    config.best_k = "zoo/draft=2,zoo/eagle1=3,zoo/eagle3=4,zoo/mtp=3,ngram=3"
+    config.best_k = (
+        "zoo/draft=2,zoo/eagle1=3,zoo/eagle3=4,zoo/mtp=3,zoo/dflash=3,zoo/dspark=4,ngram=3"
+    )
     config.temperatures = (0.0, 1.0)
     config.order = "spread"
     config.has_stream = True

@@ -5,8 +5,8 @@
     python -m experiments.evaluate --config.data=HumanEval.jsonl.gz --config.batches=1,4,16,32
     python -m experiments.evaluate --config.num_prompts=600 --config.max_new_tokens=128
 
-Cost: about two minutes on two CPU cores. Expected: the heads and the module have a higher tau than
-the standalone draft. docs/evaluate.md explains what comes out.
+Cost: about three minutes on two CPU cores. Expected: the heads and the module have a higher tau
+than the standalone draft. docs/evaluate.md explains what comes out.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
     config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
     # Zoo names, directories or hub ids, separated by commas; "ngram" and "suffix" need no model.
     # By default, for another target: the MTP modules of its directory, if it has any, and ngram.
-    config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,ngram"
+    config.drafts = "zoo/draft,zoo/eagle1,zoo/eagle3,zoo/mtp,zoo/dflash,zoo/dspark,ngram"
     config.drafter = ""  # a custom one: module:make, see docs/write_a_drafter.md
     config.rule = ""  # a custom one: module:NAME, see docs/write_a_rule.md, or a name
     config.dtype = "float32"  # of the weights in memory; each cell in each: float32,bfloat16

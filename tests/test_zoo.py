@@ -18,7 +18,7 @@ from spec_jax.models import transformer
 from spec_jax.train import losses
 
 CARD = zoo.path("zoo/target").parent / "MODEL_CARD.md"
-PAIR, HEADS = zoo.NAMES[:2], zoo.NAMES[2:]
+PAIR, HEADS, BLOCKS = zoo.NAMES[:2], zoo.NAMES[2:5], zoo.NAMES[5:]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,11 @@ def models():
 SHIPPED = [
     (PAIR, {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}, 12_000_000),
     (HEADS, set(), 6_000_000),
+    (BLOCKS, set(), 7_000_000),
 ]
 
 
-@pytest.mark.parametrize(("names", "files", "most_bytes"), SHIPPED, ids=["pair", "heads"])
+@pytest.mark.parametrize(("names", "files", "most_bytes"), SHIPPED, ids=["pair", "heads", "blocks"])
 def test_what_ships_is_small(names, files, most_bytes):
     found = [file for name in names for file in zoo.path(name).iterdir()]
     assert {file.name for file in found} == {"config.json", "model.safetensors"} | files
@@ -102,7 +103,7 @@ def greedy(models):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *BLOCKS])
 def test_heads_draft_what_the_target_says(models, greedy, name):
     """Coarse bounds, from real decoding of held-out functions; greedy tokens are the target's."""
     target = models["zoo/target"]
@@ -111,5 +112,5 @@ def test_heads_draft_what_the_target_says(models, greedy, name):
     prompts, expected = greedy
     decoder = SpeculativeDecoder(target, head, SpeculativeConfig(head.method, 5))
     rows = decoder.generate(prompts, 32, stop_tokens=())
-    assert decoder.stats.tau > 2.5
+    assert decoder.stats.tau > (1.8 if name == "zoo/dflash" else 2.2 if name in BLOCKS else 2.5)
     assert [row.tokens for row in rows] == expected

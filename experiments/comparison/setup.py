@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs import evaluate_zoo
+from configs import decode_default, evaluate_zoo
 from experiments.run import cli, report
 from spec_jax import named
 from spec_jax.config import STRATEGIES, SamplerConfig, build
@@ -45,7 +45,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
         if tuple(config[name]) == ("",):
             raise ConfigError(f"--config.{name}= has no value; give numbers, such as 1,2{more}")
     usual, dtypes = evaluate_zoo.get_config(), cli.listed(config.dtype)
-    if config.target != usual.target and config.drafts == usual.drafts:
+    zoo_drafts = usual.drafts, decode_default.get_config().drafts
+    if config.target != usual.target and config.drafts in zoo_drafts:
         # The zoo's drafts are for the zoo's target; a directory may hold modules for its own.
         config.drafts = f"{config.target},ngram" if _has_modules(config.target) else "ngram"
     is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)

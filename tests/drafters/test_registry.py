@@ -134,6 +134,8 @@ def test_the_zoo_is_told_apart():
         "zoo/eagle1": "eagle",
         "zoo/eagle3": "eagle",
         "zoo/mtp": "mtp",
+        "zoo/dflash": "dflash",
+        "zoo/dspark": "dspark",
     }
 
 

@@ -22,7 +22,7 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 from support.tiny_models import GLM4_MOE, LLAMA
 
-from configs import evaluate_dtypes, evaluate_specbench, evaluate_zoo
+from configs import decode_default, evaluate_dtypes, evaluate_specbench, evaluate_zoo
 from experiments import evaluate
 from experiments.comparison.report import pays_at
 from experiments.comparison.session import check_folder, notes_of_machines
@@ -188,7 +188,7 @@ def test_a_run_that_went_on_elsewhere_says_so():
 
 def test_every_config_resolves(config):
     assert resolve(evaluate_dtypes.get_config()).dtype == "float32,bfloat16"
-    for module in (evaluate_zoo, evaluate_specbench):
+    for module in (evaluate_zoo, evaluate_specbench, decode_default):
         other = module.get_config()
         other.target = config.target
         assert resolve(other).drafts == "ngram"  # the zoo's drafts are for the zoo's target
