@@ -5,7 +5,7 @@
     python -m experiments.evaluate --config.data=HumanEval.jsonl.gz --config.batches=1,4,16,32
     python -m experiments.evaluate --config.num_prompts=600 --config.max_new_tokens=128
 
-Cost: about three minutes on two CPU cores. Expected: the heads and the module have a higher tau
+Cost: about three minutes on two CPU cores. Expected: all but zoo/dflash have a higher tau
 than the standalone draft. docs/evaluate.md explains what comes out.
 """
 

@@ -1,4 +1,4 @@
-r"""The zoo's DSpark head: seven drafts in one pass, each scored again after the one before.
+r"""The zoo's DSpark head: eight drafts in one pass, each scored again after the one before.
 
     python -m experiments.train_head --config=configs/train_zoo_dspark.py --workdir=runs/dspark \
         --config.data.responses=runs/zoo_text/responses.jsonl

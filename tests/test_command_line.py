@@ -80,7 +80,7 @@ LINES = [
     ),
     (
         ["generate", "zoo/target", "x", "--drafter", "m:make", "--k", "-1"],
-        "error: --k is -1; expected an integer of 1 or more (for plain decoding, leave out --draft",
+        "--k is -1; expected an integer of 1 or more (for plain decoding, leave out --drafter)",
     ),
     (["inspect", "zoo/eagel3"], "(did you mean zoo/eagle3?)"),
     (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),

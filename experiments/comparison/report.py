@@ -85,22 +85,28 @@ def start(setup: Setup) -> dict[str, Any]:
 
 
 def describe_costs(costs: Costs) -> list[str]:
-    """Returns sentences on what passes cost: of the target, of drafts, of a round's first draft."""
+    """Returns sentences on what passes cost: of the target, of later drafts, of a round's first."""
     share = lambda ms: f"{ms / costs.plain_ms:.2f}"
     unsure = costs.insignificant or {}
     mark = lambda name, k: " (not significant)" if k in unsure.get(name, ()) else ""
-    verify = [f"{share(ms)} for {w} tokens" for w, ms in costs.verify_ms.items() if w > 1]
-    draft = [f"{share(ms)} by {name}{mark(name, 0)}" for name, ms in costs.draft_ms.items()]
-    first = [
-        f"{share(ms)} by {name} at K = {k}{mark(name, int(k))}"
+    verify = [f"{w} tokens takes {share(ms)}" for w, ms in costs.verify_ms.items() if w > 1]
+    later = [f"{share(ms)} with {name}{mark(name, 0)}" for name, ms in costs.draft_ms.items()]
+    of_round = {
+        (name, k): f"{share(ms)} with {name} at K = {k}{mark(name, int(k))}"
         for name, times in (costs.first_ms or {}).items()
         for k, ms in times.items()
-    ]
-    lines = [("a verify pass takes", verify), ("a later draft pass adds", draft)]
-    lines.append(("the first draft pass of a round adds", first))
+    }
+    first = [text for (name, _), text in of_round.items() if name in costs.draft_ms]
+    whole = [text for (name, _), text in of_round.items() if name not in costs.draft_ms]
+    sentences = {
+        "verifying": verify,
+        "each further draft adds": later,
+        "the first draft of a round adds": first,
+        "drafting a block adds": whole,
+    }
     plain = f"a target pass of one token takes {costs.plain_ms:.2f} ms"
-    in_passes = [f"in such passes, {what} {', '.join(parts)}" for what, parts in lines if parts]
-    return [plain, *in_passes]
+    parts = [f"{what} {', '.join(found)}" for what, found in sentences.items() if found]
+    return [plain, *(f"relative to it, {part}" for part in parts)]
 
 
 def describe_difference(result: CellResult, difference: RowAudit, dtype: str) -> str:

@@ -53,12 +53,13 @@ def resolve(config: ConfigDict) -> ConfigDict:
     is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
     are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
     are_of = lambda names, known: bool(names) and set(names) <= set(known)
+    hint = lambda names: next((did_you_mean(n, RULES) for n in names if n not in RULES), "")
     rules, longest = f"one or more of {', '.join(RULES)}", config.max_prompt_tokens
     least = 0 if config.data not in (*_PIECES, _FUNCTIONS) else 1
     cli.require_each(
         config,
-        (are_of(config.rules, RULES), "rules", rules),
-        (are_of(config.copying_rules, RULES), "copying_rules", rules),
+        (are_of(config.rules, RULES), "rules", rules + hint(config.rules)),
+        (are_of(config.copying_rules, RULES), "copying_rules", rules + hint(config.copying_rules)),
         (config.batches, "batches", "one or more"),
         (config.temperatures, "temperatures", "one or more"),
         (are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K"),

@@ -173,8 +173,8 @@ class RopeConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
         """Reads a parsed config.json, in either spelling.
 
-        A key that is left out has the default of its field. Null is an error where transformers
-        cannot compute with it, as for ``rope_theta`` and ``rope_type``.
+        A key that is left out has the default of its field. Null is an error, except for
+        ``beta_fast`` and ``beta_slow`` of YaRN, whose defaults it means.
 
         Args:
           hf: has ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``.

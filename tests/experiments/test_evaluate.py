@@ -140,6 +140,7 @@ NAMES = [
     ("best_k", "zoo/eagle=3", r"best_k names 'zoo/eagle', which is none of .*mean zoo/eagle"),
     ("max_new_tokens", 1, "max_new_tokens is 1"),
     ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
+    ("rules", ("blok",), "one or more of .*did you mean block"),
     ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
     ("data", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
 ]

@@ -168,8 +168,8 @@ def test_a_pass_whose_cost_is_not_significant_is_not_said_to_be_free():
     assert nothing.draft_ms == {"standalone": 0.0}
     assert nothing.insignificant == {"standalone": [0, 4]}
     said = reports.describe_costs(nothing)
-    assert "in such passes, a later draft pass adds 0.00 by standalone (not significant)" in said
-    assert said[-1].endswith("of a round adds 0.00 by standalone at K = 4 (not significant)")
+    assert "relative to it, each further draft adds 0.00 with standalone (not significant)" in said
+    assert said[-1].endswith("of a round adds 0.00 with standalone at K = 4 (not significant)")
     halves = result("standalone", k=4, stats=counts([9] * 4, [4] * 4, rounds=9))
     assert 0 < costs.predict(nothing, halves) < math.inf
 

@@ -91,7 +91,7 @@ def test_a_size_that_is_left_out_or_null_is_read_as_transformers_does(kind, is_n
             from_hf(hf | {"model_type": kind})
     else:
         expected = getattr(theirs, name, None)
-        if expected is None and name == "head_dim":  # as their layers compute it
+        if expected is None and name == "head_dim":  # their configs keep null here
             expected = theirs.hidden_size // theirs.num_attention_heads
         assert getattr(from_hf(hf | {"model_type": kind}), name) == expected
 
