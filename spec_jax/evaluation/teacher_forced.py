@@ -16,6 +16,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
+from spec_jax.progress import Progress
 from spec_jax.sharding import replicate
 from spec_jax.train.objective import target_view
 from spec_jax.train.unroll import unroll
@@ -96,6 +97,7 @@ def unrolled(
     """
     draft = _draft_table(head.config, target.model, target.config, num_draft)
     reached, accepted = np.zeros((2, num_draft), np.int64)
+    bar = Progress(len(rows), f"teacher-forced {head.method}", every_s=10.0, delay_s=2.0)
     for prompt, row in zip(prompts, rows):
         text = np.asarray([*prompt, *row.tokens], np.int32)
         padded = np.zeros(-(-(len(text) + 2) // _BUCKET) * _BUCKET, np.int32)
@@ -110,6 +112,8 @@ def unrolled(
             reached[: min(n + 1, len(true_next))] += 1
             accepted[:n] += 1
             pending += n + 1
+        bar.step(f"K={num_draft}")
+    bar.close()
     return reached, accepted
 
 
