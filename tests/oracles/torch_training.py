@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-CLIP, BETAS, EPS = 0.5, (0.9, 0.95), 1e-8
+# EPS is not 1e-8, which would divide the rounding of a gradient near zero by the same rounding.
+CLIP, BETAS, EPS = 0.5, (0.9, 0.95), 1e-6
 
 
 class Target:

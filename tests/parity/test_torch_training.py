@@ -258,7 +258,7 @@ def test_steps_are_optax_steps(scale):
     losses, out = oracle.train(start, of_torch, batches, lrs, torch.float32)
     optimizer = optax.chain(
         optax.clip_by_global_norm(0.5),
-        optax.adamw(lambda i: jnp.asarray(lrs)[i], 0.9, 0.95, eps=1e-8, weight_decay=0.0),
+        optax.adamw(lambda i: jnp.asarray(lrs)[i], 0.9, 0.95, eps=oracle.EPS, weight_decay=0.0),
     )
     p = jax.tree.map(jnp.asarray, start["m"])
     state = optimizer.init(p)

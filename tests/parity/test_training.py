@@ -40,7 +40,7 @@ def ours(target, head, config, objective):
     """Losses before each step, and the trained weights."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(0.5),
-        optax.adamw(lambda i: jnp.asarray(RATES)[i], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0),
+        optax.adamw(lambda i: jnp.asarray(RATES)[i], b1=0.9, b2=0.95, eps=oracle.EPS, weight_decay=0.0),
     )
     constants = {name: jnp.asarray(head[name]) for name in head if name == "d2t"}
     params = {name: jax.tree.map(jnp.asarray, w) for name, w in head.items() if name != "d2t"}
@@ -58,7 +58,7 @@ def ours(target, head, config, objective):
 
 def check(found, expected):
     losses, params = found
-    np.testing.assert_allclose(losses, expected[0], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(losses, expected[0], atol=1e-5, rtol=0)
     assert np.ptp(losses) > 1e-2
     for path, weight in jax.tree_util.tree_leaves_with_path(params):
         theirs = functools.reduce(lambda tree, key: tree[key.key], path, expected[1])
