@@ -38,9 +38,10 @@ def batches():
 
 def ours(target, head, config, objective):
     """Losses before each step, and the trained weights."""
+    rate = lambda i: jnp.asarray(RATES)[i]
     optimizer = optax.chain(
         optax.clip_by_global_norm(0.5),
-        optax.adamw(lambda i: jnp.asarray(RATES)[i], b1=0.9, b2=0.95, eps=oracle.EPS, weight_decay=0.0),
+        optax.adamw(rate, b1=0.9, b2=0.95, eps=oracle.EPS, weight_decay=0.0),
     )
     constants = {name: jnp.asarray(head[name]) for name in head if name == "d2t"}
     params = {name: jax.tree.map(jnp.asarray, w) for name, w in head.items() if name != "d2t"}
