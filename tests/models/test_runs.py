@@ -133,6 +133,8 @@ def test_a_loop_over_layers_decodes_as_layers_in_turn(config):
 @pytest.mark.exhaustive
 @of_model
 def test_a_loop_over_layers_has_the_gradient_of_layers_in_turn(config):
+    """Closer than rounding decides it: weights off by one unit in the last place move it by 6e-5."""
+
     def gradient(config):
         def loss(params):
             logits = transformer.logits(params, jnp.asarray(TOKENS), config=config)
@@ -141,7 +143,7 @@ def test_a_loop_over_layers_has_the_gradient_of_layers_in_turn(config):
         return walk(config, jax.jit(jax.grad(loss))(random_weights(config)))
 
     for (_, layer, a), (*_, b) in zip(gradient(scanned(config)), gradient(config), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6, err_msg=str(layer))
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), err_msg=str(layer))
 
 
 def test_a_residual_stream_in_float32_is_one_through_the_loop():
