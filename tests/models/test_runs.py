@@ -133,7 +133,7 @@ def test_a_loop_over_layers_decodes_as_layers_in_turn(config):
 @pytest.mark.exhaustive
 @of_model
 def test_a_loop_over_layers_has_the_gradient_of_layers_in_turn(config):
-    """Closer than rounding decides it: weights off by one unit in the last place move it by 6e-5."""
+    """To 2e-5 of the largest; weights off by one unit in the last place move it by 6e-5."""
 
     def gradient(config):
         def loss(params):
