@@ -15,6 +15,7 @@ import numpy as np
 
 from spec_jax import processes
 from spec_jax.config import STRATEGIES, SamplerConfig
+from spec_jax.config.checks import check_name
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.data.tokens import looping_share
 from spec_jax.engine.request import encode_all, is_one_prompt, whole_slots
@@ -476,6 +477,8 @@ def compare(
         raise ConfigError(f"sampler has temperature {t}; give temperatures={t}")
     trees, temperatures, rules = map(_several, (trees, temperatures, rules))
     copying_rules, rule = _several(copying_rules), None if rule is None else _custom_rule(rule)
+    for name in (*rules, *copying_rules):
+        check_name("rule", name, STRATEGIES)
     named = name_drafts(target, drafts)
     if not prompts or batch < 1 or repeats < 1:
         raise ConfigError(

@@ -187,6 +187,8 @@ DRAFTS = [
     ("ngram", {"temperatures": ()}, "temperatures is empty; expected one value or more"),
     ("ngram", {"sampler": [spec_jax.SamplerConfig()]}, "sampler is of type list; expected one Sam"),
     ("zoo/eagle1", {}, "draft 'zoo/eagle1' cannot draft for .*target: .*a target of vocabulary"),
+    ("ngram", {"rules": ["blok"]}, "rule is 'blok' .did you mean block.*; expected one of"),
+    ("ngram", {"copying_rules": "mach"}, "rule is 'mach' .did you mean match"),
     ("ngram", {"batch": 0}, "batch is 0"),
     ("ngram", {"prompts": []}, "there are 0 prompts"),
     ("zoo/draft", {}, "nothing to compare .*the vocabularies differ"),

@@ -35,8 +35,8 @@ class Step(NamedTuple):
     Attributes:
       table: ``(config) -> {name: ParamSpec}``, the weights under ``params["head"]["step"]``.
       logits: see ``step_logits``.
-      is_conditional: the token before changes them. Independent drafts make incoherent blocks where
-        each is sampled, so by default they are the likeliest tokens.
+      is_conditional: the token before changes them. Independent drafts can make incoherent blocks
+        where each is sampled, so by default they are the likeliest tokens.
     """
 
     table: Callable[[BlockConfig], dict[str, ParamSpec]]
