@@ -32,6 +32,7 @@ def tokens(decoder, **options):
     return decoder.generate(PROMPT, NEW, **options).tokens
 
 
+@pytest.mark.exhaustive
 def test_both_shapes_of_config_make_the_same_decoder(pair):
     ours = SpeculativeDecoder(
         *pair, SpeculativeConfig(num_speculative_tokens=3), target_sampler=WARM, draft_sampler=COOL

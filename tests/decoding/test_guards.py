@@ -67,6 +67,7 @@ def careless_decoder(samplers, **options):
     )
 
 
+@pytest.mark.exhaustive
 def test_rows_of_temperature_0_never_read_what_their_drafts_were_drawn_from():
     """The drafter reports NaN there; the tokens are plain decoding's, stop tokens too."""
     decoder = careless_decoder([COLD, HOT, COLD, COLD])

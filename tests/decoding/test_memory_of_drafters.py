@@ -46,7 +46,7 @@ RESIDUAL = make_rule(SpeculativeConfig("suffix", rejection_sampling_strategy="re
 WARM = SamplerConfig(temperature=1.0)
 
 
-@pytest.mark.representatives("suffix", "sampled")
+@pytest.mark.representatives("suffix")
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_a_second_call_with_the_same_seed_matches_target_distribution(memory):
     # What was sampled shows in the third call, and less: the first one draws from no memory.
@@ -107,6 +107,7 @@ def learned(decoder) -> list[list[int]]:
     return [np.asarray(x.learned).tolist() for x in (state.sampler, state.draft_sampler)]
 
 
+@pytest.mark.exhaustive
 def test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder(remembering):
     target, history = remembering.target, remembering._parts.history
     again = SpeculativeDecoder(target, config=remembering.config, target_sampler=WARM)
@@ -179,6 +180,7 @@ def test_the_choice_of_k_counts_its_updates():
         tuner = tuner.observe(1, 4, 4, [2], 4.0)
 
 
+@pytest.mark.exhaustive
 def test_the_noise_of_a_round_is_made_with_the_updates_of_the_choice_of_k():
     model = testing.toy_model(V)
     target = LoadedModel("target", model, TARGET)
@@ -205,6 +207,7 @@ def test_a_history_is_saved_with_its_count():
         assert (kept.num_updates, history.num_updates) == (2, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_function_that_remembers_is_refused_where_devices_share_rows(remembering):
     host = spec_jax.host_drafter(lambda *_: [], num_updates=lambda: 0)
     options = {"config": SpeculativeConfig(num_speculative_tokens=K), "target_sampler": WARM}

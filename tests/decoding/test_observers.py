@@ -135,6 +135,7 @@ def overlapped(mocks, strategy, sides=None, **options):
     return SpeculativeDecoder(*mocks, config, devices=devices, **options)
 
 
+@pytest.mark.exhaustive
 def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution(mocks):
     """The greedy rule reads the argmax alone, the observer more."""
     samplers = [SamplerConfig(), SamplerConfig(repetition_penalty=1.3)]
@@ -143,7 +144,7 @@ def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution
     assert_logprobs(decoder.target, rows, PROMPTS[:2], samplers)
 
 
-@pytest.mark.representatives("devices")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["devices", "meshes"])
 def test_overlapped_sides_have_the_same_observers(mocks, kind):
     """Those that read probabilities, features and counts, in chunks, with stop tokens."""
@@ -182,6 +183,7 @@ def assert_replay(target, row, prompt, size=5):
             np.testing.assert_allclose(seen[name][slot], table[a * V + b], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_replay_buffer_of_each_row_is_filled_in_a_decoder_and_in_a_queue(mocks):
     config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
     observers = [replay_buffer(5, V, V)]
@@ -230,6 +232,7 @@ def start_rows(system, params, prompts, seeds):
     return prefill(system, params, prompts, NEW, SAMPLERS[1], seeds, slots=T + NEW + 4, width=T)
 
 
+@pytest.mark.exhaustive
 def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
     """A stranger's observer: the last tokens of any row with the target's logits, in a ring."""
     size, (target, draft) = 64, mocks

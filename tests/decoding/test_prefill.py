@@ -75,7 +75,7 @@ def committed(state):
     return jax.tree.map(read, state, is_leaf=is_cache)
 
 
-@pytest.mark.representatives("5-eagle-3", "5-bamba")
+@pytest.mark.representatives("5-eagle-3")
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.parametrize("chunk", [1, 5, 8])
 def test_chunks_leave_the_state_of_one_pass(name, chunk):

@@ -89,6 +89,7 @@ def block_logits(config, params, features, pending, num_draft, shift=0):
     return rms(x, p["norm"]) @ params["target"]["head"]
 
 
+@pytest.mark.exhaustive
 def test_a_block_is_scored_as_by_independent_arithmetic_after_every_prefix(head):
     """After prefill, and after a commit of any number of tokens; one row a prefix."""
     config, n = head.config, np.arange(1, 8)
@@ -155,6 +156,7 @@ def make_params(target):
     return {"head": make_head(of_toy(target)).params, "target": target.params}
 
 
+@pytest.mark.exhaustive
 def test_a_round_of_it_is_proved():
     """The heart of a certificate, without the loop: all outcomes of rounds of 2 drafts."""
     subject, rows = make_subject(make, make_params, 0), certified_rows()[:3]
@@ -201,6 +203,7 @@ def test_its_passes_are_planned():
     }
 
 
+@pytest.mark.exhaustive
 def test_it_is_compared_and_its_speed_up_predicted(head):
     found = spec_jax.compare(
         TARGET, {"block": head}, PROMPTS, ks=K, temperatures=1.0, max_new_tokens=8
@@ -236,6 +239,7 @@ def test_weights_of_nested_tables_are_named_where_they_are_wrong(head):
         SpeculativeDecoder(TARGET, wrong, SpeculativeConfig("block", K))
 
 
+@pytest.mark.exhaustive
 def test_it_decodes_on_a_mesh(head):
     plain = SpeculativeDecoder(TARGET).generate(PROMPTS, 8)
     decoder = SpeculativeDecoder(

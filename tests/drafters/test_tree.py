@@ -195,6 +195,7 @@ def test_a_dynamic_tree_is_grown_as_published():
         assert set(ways.values()) - {()} == wanted
 
 
+@pytest.mark.exhaustive
 def test_a_heads_tree_holds_its_chain():
     """The likeliest child of the likeliest child is the chain's next draft."""
     config = CONFIGS["eagle-3"]
@@ -222,6 +223,7 @@ def test_a_dynamic_tree_compiles_once():
     assert decoding.generate._cache_size() == before + 1 and len(shapes) > 1
 
 
+@pytest.mark.exhaustive
 def test_statistics_of_a_tree_count_its_levels():
     system, params = lm_system("greedy", BUSH)
     _, counted = decoded(system, params, PROMPTS, SamplerConfig(), 30)

@@ -349,6 +349,7 @@ def test_tokens_of_a_finished_row_hold_their_stop_token(stories, plain_rows):
     assert jnp.asarray(row.tokens).shape[0] == plain_rows[0].tokens.index(token) + 1
 
 
+@pytest.mark.exhaustive
 def test_other_weights_need_no_other_programs():
     """As reinforcement learning needs it: sample, update the weights, sample again."""
     target, draft = (load_model(f"zoo/{name}") for name in ("target", "draft"))

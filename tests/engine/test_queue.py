@@ -222,6 +222,7 @@ def test_an_error_of_the_prompts_is_raised_after_what_was_running_is_yielded():
     assert sorted(found) == [0, 1, 2, 3]
 
 
+@pytest.mark.representatives("False")
 @pytest.mark.parametrize("is_own", [True, False])
 def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
     decoder, pulled = SpeculativeDecoder(mock_model(V, 0)), []
@@ -363,6 +364,7 @@ def prefilled(monkeypatch):
     return rows
 
 
+@pytest.mark.exhaustive
 def test_prompts_of_rows_that_are_free_at_once_are_prefilled_together(monkeypatch):
     decoder = SpeculativeDecoder(mock_model(V, 0), target_sampler=SamplerConfig(1.0, seed=40))
     expected = {i: row.tokens for i, row in enumerate(decoder.generate(PROMPTS, NEW))}
@@ -408,7 +410,7 @@ def in_chunks(drafts=None, where=None):
     )
 
 
-@pytest.mark.representatives("plain")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FEEDING)
 def test_a_long_prompt_is_fed_while_other_rows_decode(name, monkeypatch):
     """And gives what it gives alone."""

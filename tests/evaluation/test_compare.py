@@ -136,6 +136,7 @@ def test_tokens_have_the_kind_of_their_text():
     assert kinds == [*words, "punctuation", *["other"] * 5]  # ids 10 and 11 have no token
 
 
+@pytest.mark.exhaustive
 def test_speedups_are_over_plain_decoding_of_the_same_dtype_or_the_fastest(pair, monkeypatch):
     """With made-up times: plain decoding takes 4 s in float32 and 2 in bfloat16, the draft 1."""
     target = spec_jax.load_model(pair / "target")
@@ -223,6 +224,7 @@ def test_a_temperature_is_not_taken_from_the_sampler():
         spec_jax.compare(mock_model(5, 0), mock_model(5, 1), [[1, 2]], sampler=sampler)
 
 
+@pytest.mark.exhaustive
 def test_one_value_stands_for_a_list_of_it():
     target = mock_model(5, 0)
     draft = mock_model(5, 1)

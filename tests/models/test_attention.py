@@ -276,7 +276,7 @@ CASES = {  # mesh, tree, whether a draft drafts
 }
 
 
-@pytest.mark.representatives("prompts and plain")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_in_blocks_emits_the_plain_tokens(name, small_blocks):
     """Chunked prompts and ragged rows, on a mesh with scanned layers."""

@@ -266,7 +266,7 @@ def test_write_fills_the_slots_behind_each_row_and_no_other(config):
     np.testing.assert_array_equal(cache.length, [0, 0, 0])
 
 
-@pytest.mark.representatives("stacked")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [LLAMA, SCANNED], ids=["apart", "stacked"])
 def test_many_rows_are_written_and_masked_as_few_are(config, monkeypatch):
     """Of more than ``UNROLLED_ROWS`` rows they are one scatter; trees among them."""

@@ -91,6 +91,7 @@ def test_layers_after_the_last_one_that_no_config_announces_are_an_error(publish
         spec_jax.load_model(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_text_is_plain_text_for_every_accept_count_and_with_its_own_module(published):
     target = spec_jax.load_model(published)
     plain = check_every_count(target, PROMPT)

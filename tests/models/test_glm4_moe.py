@@ -32,6 +32,7 @@ def published(tmp_path_factory):
     return folder, *write_with_modules(folder, GLM4_MOE, has_own_embed=True, has_own_head=True)
 
 
+@pytest.mark.exhaustive
 def test_a_directory_with_its_module_loads_decodes_and_is_inspected(published):
     directory, modules, weights = published
     target, prompt = spec_jax.load_model(directory), [3, 1, 4, 1, 5]

@@ -40,7 +40,7 @@ def ragged_logits(config, params, tokens, lengths, advances):
     return seen, np.asarray(cache.length)
 
 
-@pytest.mark.representatives("llama", "qwen3")
+@pytest.mark.representatives("qwen3")
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
 def test_cached_forward_equals_cache_free_forward_on_ragged_rows(config):
     params, tokens = random_weights(config), random_tokens(3, 12)
@@ -151,7 +151,7 @@ def test_siblings_under_a_mask_equal_separate_chains():
         np.testing.assert_allclose(siblings[:, i : i + 1], alone, atol=2e-5)
 
 
-@pytest.mark.representatives("qwen3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
 def test_a_block_whose_tokens_see_each_other_stands_at_the_positions_that_are_given(config):
     """With a cache and without; the order in which the block is fed does not matter."""

@@ -20,6 +20,7 @@ from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.params import declared, num_params
 
 
+@pytest.mark.exhaustive
 def test_a_directory_loads_decodes_and_is_inspected(tmp_path):
     """In several files; text is plain text for every accept count."""
     save_pretrained(tmp_path, random_weights(QWEN3_MOE), QWEN3_MOE, max_shard_bytes=2000)

@@ -18,6 +18,7 @@ from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.models.params import num_params
 
 
+@pytest.mark.exhaustive
 def test_a_directory_with_its_module_loads_decodes_and_is_inspected(tmp_path):
     config, prompt = QWEN3_NEXT_TARGET, [3, 1, 4, 1, 5]
     modules, weights = write_with_modules(tmp_path, config)

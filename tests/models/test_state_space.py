@@ -151,7 +151,7 @@ def plain_logits(config, params):
     return lambda _, tokens: after(tuple(tokens))
 
 
-@pytest.mark.representatives("Mamba-2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TARGETS)
 def test_certificate_by_enumeration(name):
     config = TARGETS[name]

@@ -71,7 +71,7 @@ def expected_logprobs(target, prompt, sampler, tokens):
     return logprobs
 
 
-@pytest.mark.representatives("chain", "tree")
+@pytest.mark.representatives("chain")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(mocks, name):
     plain = tokens_of(SpeculativeDecoder(mocks[0]).generate(PROMPTS, NEW, sampler=SAMPLERS))
@@ -92,6 +92,7 @@ def test_its_log_probabilities_are_those_of_pairs_counted_by_hand(mocks):
         np.testing.assert_allclose(row.logprobs.processed, expected, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_rows_that_are_refilled_begin_anew(mocks):
     prompts = [[i % V, (2 * i) % V] for i in range(5)]
     samplers = [dataclasses.replace(x, seed=0) for x in SAMPLERS]
@@ -120,6 +121,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.representatives("block")
 @pytest.mark.parametrize("rule", ["residual", "block"])
 def test_the_joint_distribution_is_the_targets(rule):
     assert testing.certify_rule(to_rule(rule), rows=ROWS) < 1e-6

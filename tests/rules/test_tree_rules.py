@@ -127,13 +127,14 @@ THREE = [
 TINY = Tree((0, 0, 1))
 
 
+@pytest.mark.representatives("residual")
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_a_sampled_tree_matches_target_distribution(strategy):
     drafter = standalone(toy_model(3), TINY)
     assert certify_rule(rule(strategy), drafter=drafter, rows=THREE, num_tokens=3) <= 1e-6
 
 
-@pytest.mark.representatives("residual")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_a_truncated_tree_matches_target_distribution(strategy):
     cut = ragged(standalone(toy_model(3), TINY), lambda length: length % 4)

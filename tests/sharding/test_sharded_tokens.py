@@ -49,6 +49,7 @@ def test_a_mesh_changes_no_token():
     check(ONE)
 
 
+@pytest.mark.exhaustive
 def test_key_value_heads_that_lie_on_several_devices_change_no_token():
     check(ONE._replace(mesh="data:1,tensor:8", target="grouped", drafter="plain", rule="greedy"))
 

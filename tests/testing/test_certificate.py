@@ -29,14 +29,14 @@ NUM_CHI_SQUARE = 8
 # ------------------------------------------------------------------------ enumeration
 
 
-@pytest.mark.representatives("own-residual", "own-block")
+@pytest.mark.representatives("own-residual")
 @pytest.mark.parametrize("strategy", ["residual", "block"])
 @pytest.mark.parametrize("draft", [None, SamplerConfig(temperature=1.0)], ids=["same", "own"])
 def test_every_setting_in_one_batch_matches_target_distribution(strategy, draft):
     assert certify_rule(rule(strategy), rows=testing.standard_rows(draft)) <= 1e-6
 
 
-@pytest.mark.representatives("penalties-4-3-block")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["residual", "block"])
 @pytest.mark.parametrize(
     "name, vocab_size, num_draft", [("all together", 5, 2), ("penalties", 4, 3)]

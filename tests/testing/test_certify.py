@@ -327,7 +327,7 @@ NEARLY = {
 }
 
 
-@pytest.mark.representatives("bfloat16")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NEARLY)
 def test_a_rule_that_takes_a_token_for_the_argmax_that_nearly_is_it_is_caught(name):
     caught(r"token \d should be \d as decoded by plain decoding", rule=NEARLY[name], trials=1)

@@ -87,7 +87,7 @@ def run(name, batch, mesh=None):
 CASES = [(name, None) for name in HEADS] + [("eagle3", MESH), ("dspark", MESH)]
 
 
-@pytest.mark.representatives("eagle3-None")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_packed_window_is_trained_on_as_its_documents_are_alone(name, mesh):
     """Loss, figures and gradients; borders lie inside of the attention's blocks and on them."""

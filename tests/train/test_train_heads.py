@@ -290,6 +290,7 @@ def test_a_chains_loss_in_chunks_is_the_weighted_mean_of_all_drafts(rows, monkey
     jax.tree.map(close, run(in_chunks), run(defined))
 
 
+@pytest.mark.exhaustive
 def test_eagle_1_in_chunks_has_the_loss_and_the_gradient_of_all_logits_at_once(monkeypatch):
     monkeypatch.setattr(chunks, "_ROWS", 1)
     head, tokens = untrained("eagle-1").params, tokens_of(2, 23)

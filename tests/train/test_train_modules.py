@@ -40,7 +40,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.representatives("qwen3.5")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_steps_lower_the_loss_of_a_module_and_move_all_of_it(name):
     target = TARGETS[name]

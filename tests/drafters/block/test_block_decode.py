@@ -82,6 +82,7 @@ def test_a_tree_deeper_than_a_block_is_refused_where_it_is_made():
         SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), config)
 
 
+@pytest.mark.exhaustive
 def test_where_all_candidates_are_banned_others_are_drafted():
     """Drafts come from the block's own scores then, and the texts do not end."""
     banned = tuple((i, -float("inf")) for i in range(3, LLAMA.vocab_size))

@@ -110,6 +110,7 @@ def test_two_rounds_draft_what_independent_arithmetic_drafts(name):
     np.testing.assert_array_equal(state.length, fresh.length)
 
 
+@pytest.mark.exhaustive
 def test_a_new_head_of_dflash_2_drafts_as_its_layers_do_alone():
     """Its convolutions pass each token on as it is, and its scores of pairs add nothing."""
     config = HEADS["dflash2"]

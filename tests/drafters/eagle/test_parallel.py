@@ -165,7 +165,7 @@ WAYS = {
 }
 
 
-@pytest.mark.representatives("chain")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_its_text_is_that_of_plain_decoding_whatever_is_accepted(way):
     options, mesh = WAYS[way]

@@ -111,7 +111,7 @@ def after_ten_rounds(system, params):
     return state
 
 
-@pytest.mark.representatives("sequential")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["recycled", "sequential", "sequential before the norm"])
 def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
     system, params = system_of(CONFIGS[name], "match")
@@ -159,6 +159,7 @@ def test_a_round_without_drafts_keeps_the_modules_in_step():
         assert drafts[row].tolist() == np_draft(CONFIGS["sequential"], params, tokens)[0]
 
 
+@pytest.mark.exhaustive
 def test_a_row_that_is_admitted_drafts_as_it_did_alone():
     system, params = system_of(CONFIGS["sequential"])
     state, one = prefill(system, params, 8), prefill(system, params, 8, prompts=[[4, 4, 4]])
