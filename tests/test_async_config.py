@@ -42,6 +42,7 @@ def test_both_shapes_of_config_make_the_same_decoder(pair):
     assert tokens(theirs) == tokens(ours) and theirs.stats.drafted == ours.stats.drafted > 0
 
 
+@pytest.mark.exhaustive
 def test_the_draft_sampler_is_the_drafts_and_not_the_targets(pair):
     decoders = [SpeculativeDecoder(*pair, AsyncSpecConfig(3, s, WARM)) for s in (None, COOL)]
     for decoder in decoders:

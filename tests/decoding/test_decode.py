@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_the_others(target, draft, strategy):
     assert there == back[::-1]
 
 
-@pytest.mark.representatives("match")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["greedy", "match"])
 def test_a_draft_equal_to_the_target_is_always_accepted(target, strategy):
     """Fails where the draft's cache loses a slot after a fully accepted round."""

@@ -123,6 +123,7 @@ def test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder(remem
     assert history.num_updates == before + 2
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_text_while_nothing_was_learned(remembering):
     target, config = remembering.target, remembering.config
     first, second = (

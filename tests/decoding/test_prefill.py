@@ -151,7 +151,7 @@ def sampled(strategy, monkeypatch, **options):
     ), fed
 
 
-@pytest.mark.representatives("None-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_mock", [True, False])
 @pytest.mark.parametrize("strategy", [None, "match", "residual"])
 def test_samples_of_a_prompt_are_those_of_separate_calls(strategy, is_mock, monkeypatch):

@@ -128,7 +128,7 @@ def test_a_block_is_scored_as_by_independent_arithmetic_after_every_prefix(head)
     check(propose(state, jnp.asarray(n + more))[0], n + more)
 
 
-@pytest.mark.representatives("fixed")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [{}, {"adaptive": {"buckets": (0, 3)}}], ids=["fixed", "adaptive"]
 )

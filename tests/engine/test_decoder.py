@@ -324,6 +324,7 @@ def test_statistics_that_do_not_add_up_are_an_error():
         Stats(emitted=3, first=1, accepted=1)
 
 
+@pytest.mark.exhaustive
 def test_expected_acceptance_is_near_the_measured_one():
     target, draft = testing.mock_model(6, 0), testing.mock_model(6, 1)
     options = dict(target_sampler=SamplerConfig(temperature=1.0), has_expected=True)

@@ -44,7 +44,7 @@ def real_logits(params, tokens):
     return params["real"][a, b]
 
 
-@pytest.mark.representatives("match-(3, 6)")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(5, 4), (3, 6)], ids=str)
 @pytest.mark.parametrize("strategy", ["greedy", "match"])
 def test_tokens_equal_plain_decodings(sizes, strategy):

@@ -222,7 +222,7 @@ def test_an_error_of_the_prompts_is_raised_after_what_was_running_is_yielded():
     assert sorted(found) == [0, 1, 2, 3]
 
 
-@pytest.mark.representatives("False")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_own", [True, False])
 def test_cancelling_ends_the_rows_that_are_running_and_pulls_no_more(is_own):
     decoder, pulled = SpeculativeDecoder(mock_model(V, 0)), []
@@ -454,6 +454,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_that_is_fed():
     assert queue._together(taken, lambda ids: False) == [[0, 1, 2]]
 
 
+@pytest.mark.exhaustive
 def test_a_cancelled_queue_feeds_no_further_chunk(monkeypatch):
     """And yields no prompt that was not fed to its end."""
     token, feed, chunks = CancellationToken(), decoding.feed_chunk, []

@@ -170,7 +170,7 @@ def test_mutation_features_of_another_row_that_are_held_are_found():
     assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
 
 
-@pytest.mark.representatives("5")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_rounds", [1, 5, 32])
 def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch, max_rounds):
     """However few rounds a call runs of those that are planned."""

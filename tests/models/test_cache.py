@@ -38,10 +38,17 @@ SLOTS = 16
 KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA, "delta": QWEN35}
 KINDS["latent"] = dataclasses.replace(DEEPSEEK, n_routed_experts=None, intermediate_size=24)
 STATES = {name: KINDS[name] for name in ("state", "hybrid", "delta")}
-of_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
-of_state_kind = pytest.mark.parametrize("config", STATES.values(), ids=STATES)
 OTHERS = {name: config for name, config in KINDS.items() if name != "attention"}
-of_other_kind = pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+_IN_HYBRID = ("attention", "state")  # a hybrid has both, so it stands for them
+
+
+def of(kinds):
+    marks = {name: pytest.mark.exhaustive for name in _IN_HYBRID}
+    each = [pytest.param(c, id=name, marks=marks.get(name, ())) for name, c in kinds.items()]
+    return pytest.mark.parametrize("config", each)
+
+
+of_kind, of_state_kind, of_other_kind = map(of, (KINDS, STATES, OTHERS))
 
 
 @functools.partial(jax.jit, static_argnames="config")

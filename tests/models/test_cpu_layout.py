@@ -127,6 +127,7 @@ def test_layouts_that_differ_in_padding_alone_share_no_program():
     assert rows == [1, 2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_tied):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 31}

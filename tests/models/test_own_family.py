@@ -71,7 +71,7 @@ def test_its_layer_is_what_runs():
     assert np.abs(one - other).max() > 1e-3
 
 
-@pytest.mark.representatives("draft")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["draft", "modules"])
 def test_it_decodes_speculatively(directories, name):
     target = load_model(directories["target"])

@@ -116,7 +116,7 @@ def test_a_published_directory_loads_without_its_tower(published, tmp_path):
         spec_jax.load_mtp(tmp_path, target)
 
 
-@pytest.mark.representatives("dense")
+@pytest.mark.exhaustive
 def test_text_is_plain_text_for_every_accept_count_and_with_its_own_module(published):
     directory, _ = published
     target, prompt = spec_jax.load_model(directory), [3, 1, 4, 1, 5]

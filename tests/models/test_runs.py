@@ -107,7 +107,7 @@ def decode(params, cache, config):
     return seen, cache, forward(tokens[:, :1], cache).hidden
 
 
-@pytest.mark.representatives("recurrent")
+@pytest.mark.exhaustive
 @of_model
 def test_a_loop_over_layers_decodes_as_layers_in_turn(config):
     """States and taps of every pass; what a cache holds, restores, takes and gives away."""

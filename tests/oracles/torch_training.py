@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 # EPS is not 1e-8, which would divide the rounding of a gradient near zero by the same rounding.
-CLIP, BETAS, EPS = 0.5, (0.9, 0.95), 1e-6
+CLIP, BETAS, EPS = 0.5, (0.9, 0.95), 1e-5
 
 
 class Target:

@@ -71,7 +71,7 @@ def expected_logprobs(target, prompt, sampler, tokens):
     return logprobs
 
 
-@pytest.mark.representatives("chain")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(mocks, name):
     plain = tokens_of(SpeculativeDecoder(mocks[0]).generate(PROMPTS, NEW, sampler=SAMPLERS))

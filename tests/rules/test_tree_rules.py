@@ -152,7 +152,7 @@ def test_siblings_that_exhaust_the_draft_match_target_distribution():
         certify_rule(rule(strategy), drafter=drafter, rows=rows, num_tokens=3)
 
 
-@pytest.mark.representatives("traversal")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["residual", "traversal"])
 def test_a_dynamic_tree_matches_target_distribution(strategy):
     drafter = standalone(toy_model(3), DynamicTree(4, 2, 2))

@@ -34,7 +34,7 @@ def certified(memory: str):
     return certify_memory(system, params, past, toy_logits, rows=ROWS)
 
 
-@pytest.mark.representatives("host")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("memory", ["suffix", "host"])
 def test_a_memory_whose_updates_are_not_in_the_noise_is_refused(memory, monkeypatch):
     keys = rng.keys

@@ -53,6 +53,7 @@ def test_one_round_of_the_default_drafter_is_proved_for_every_number_of_drafts()
         check_round(system, doubled, rows, subject.logits_of, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_q_at_another_temperature_than_drawn_is_caught():
     def temper(proposal, context):
         return proposal.replace(probs=jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1))

@@ -100,7 +100,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
     assert accepted[1] > 0  # a second draft was right, so recycling was tried
 
 
-@pytest.mark.representatives("eagle-3, reduced, normed", "mtp")
+@pytest.mark.representatives("mtp")
 @pytest.mark.parametrize("name", HEADS)
 def test_masked_tokens_have_no_influence(name):
     """Neither as labels nor, after the last token that counts, as inputs."""

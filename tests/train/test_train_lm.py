@@ -201,6 +201,7 @@ def test_losses_agree_with_their_definitions():
     np.testing.assert_array_equal(greedy, p.argmax(-1) == q.argmax(-1))
 
 
+@pytest.mark.exhaustive
 def test_blocked_attention_is_attention():
     """The sums that it returns, and the gradients of all of them, are those of the definition."""
     keys = jax.random.split(jax.random.key(0), 5)

@@ -158,7 +158,7 @@ def fresh_drafts(name, params, chunk):
     return [np_draft(CONFIGS[name], params, row[:-1], row[-1], 3)[0] for row in rows]
 
 
-@pytest.mark.representatives("eagle-3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "norm_output"])
 def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
     system, params = system_of(CONFIGS[name], "match")

@@ -137,7 +137,7 @@ def test_prompts_shorter_than_the_modules_leave_the_first_slots_unseen():
         )
 
 
-@pytest.mark.representatives("sequential-match")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["greedy", "match"])
 @pytest.mark.parametrize("name", ["recycled", "sequential"])
 def test_emits_exactly_the_plain_tokens(name, strategy):
