@@ -13,7 +13,7 @@ learn the target's distribution. Cost: 28 to 32 CPU-minutes. Expected: a tau of 
 functions of the evaluation, where EAGLE-3 has 3.3 to 3.5 after as many steps, DFlash 2.3, and
 DSpark with the published weights 2.8 (--config.loss.text_weight=0.1 --config.loss.target_weight=0
 --config.loss.l1_weight=0.9). The second command continues from the first, with other windows; its
-result is in the zoo. Cost: @COST CPU-minutes. Expected: @TAU.
+result is in the zoo. Cost: 95 CPU-minutes. Expected: 3.5.
 """
 
 from ml_collections import ConfigDict
