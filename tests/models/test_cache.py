@@ -43,8 +43,8 @@ _IN_HYBRID = ("attention", "state")  # a hybrid has both, so it stands for them
 
 
 def of(kinds):
-    marks = {name: pytest.mark.exhaustive for name in _IN_HYBRID}
-    each = [pytest.param(c, id=name, marks=marks.get(name, ())) for name, c in kinds.items()]
+    marks = lambda name: pytest.mark.exhaustive if name in _IN_HYBRID else ()
+    each = [pytest.param(c, id=name, marks=marks(name)) for name, c in kinds.items()]
     return pytest.mark.parametrize("config", each)
 
 
