@@ -4,9 +4,9 @@
         --config.target=PATH --config.drafts=PATH,ngram --config.data=question.jsonl
 
 Cost: with models of a billion parameters, hours on a CPU and minutes on an accelerator; add
-``--config.dtype=bfloat16 --config.scan_layers`` there. Expected: greedy rows are identical to plain
-decoding's in float32; in bfloat16, rounding can change a few of them, and the report shows how
-close the two best tokens were.
+``--config.dtype=bfloat16`` there. Expected: greedy rows are identical to plain decoding's in
+float32; in bfloat16, rounding can change a few of them, and the report shows how close the two best
+tokens were.
 """
 
 from ml_collections import ConfigDict

@@ -4,9 +4,9 @@
         --config.target=PATH --config.drafts=PATH,ngram --config.data=question.jsonl
 
 Cost: with models of a billion parameters, a day on a CPU and hours on an accelerator; add
-``--config.dtype=bfloat16 --config.scan_layers`` there, and ``--config.num_prompts=80`` for a
-first look. A run that was stopped goes on where it was by the same command. Expected: greedy rows
-are identical to plain decoding's in float32.
+``--config.dtype=bfloat16`` there, and ``--config.num_prompts=80`` for a first look. A run that was
+stopped goes on where it was by the same command. Expected: greedy rows are identical to plain
+decoding's in float32.
 """
 
 from ml_collections import ConfigDict

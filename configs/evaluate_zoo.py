@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"  # of the weights in memory; each cell in each: float32,bfloat16
     # What speed-ups are over: "same", plain decoding in the cell's dtype, or "fastest" of all.
     config.baseline = "same"
-    config.scan_layers = placeholder(bool)  # stack the layers; by default on accelerators
+    config.scan_layers = placeholder(bool)  # stack the layers; by default on TPUs
     config.attention = "auto"  # over caches; "xla": in blocks, up to the longest row
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh

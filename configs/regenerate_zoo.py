@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config.k = 2  # drafted tokens per round, if there is a draft
     config.rule = ""  # a lossless rule; empty: the default of the draft
     config.dtype = "float32"  # of the weights in memory
-    config.scan_layers = placeholder(bool)  # stack the layers; by default on accelerators
+    config.scan_layers = placeholder(bool)  # stack the layers; by default on TPUs
     config.attention = "auto"  # over caches; "xla": in blocks, up to the longest row
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh

@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     config.target = "zoo/target"  # or a Hugging Face directory, or a hub id
     # Of the computation; trained parameters stay float32. Empty: float32 on a CPU, else bfloat16.
     config.dtype = ""
-    config.scan_layers = placeholder(bool)  # stack the target's layers; by default on accelerators
+    config.scan_layers = placeholder(bool)  # stack the target's layers; by default on TPUs
     config.attention = "auto"  # of the target; "xla": without a TPU's kernel for whole sequences
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
     config.is_fully_sharded = False  # split weights and optimizer states over the data axis too

@@ -88,8 +88,9 @@ def load_model(
         family (``models/families/``); or the id of one on the hub, "owner/name" or
         "owner/name@revision", which is downloaded unless it is in the hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
-      scan_layers: stack the layers, which compiles faster for an accelerator and runs slower on a
-        CPU. None: stack them on accelerators, where the family can.
+      scan_layers: stack the layers, which compiles faster and runs slower on a CPU and on a GPU:
+        2.3 times as long a pass of an 8B model on an H100, which writes each layer's weights before
+        it reads them. None: stack them on TPUs, where the family can.
       attention: how a cache is attended over. "xla" reads blocks of slots up to the last one of the
         longest row; "auto", the default, does so off a CPU if there are many slots.
       mesh: the devices to place the weights on. Each process reads what its own devices hold, part

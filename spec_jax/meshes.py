@@ -161,10 +161,9 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def is_accelerated(mesh: Mesh | None) -> bool:
-    """Returns whether a mesh (or without one, jax's default device) consists of accelerators."""
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return platform != "cpu"
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns "cpu", "gpu" or "tpu": of a mesh, or without one of jax's default device."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -28,7 +28,7 @@ from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.fitting import initializer
 from spec_jax.loading import LoadedHead, LoadedModel, find_directory, load_draft, load_model
-from spec_jax.meshes import is_accelerated
+from spec_jax.meshes import platform_of
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
 from spec_jax.sharding import AxisRules, replicate
@@ -195,7 +195,7 @@ def make_head(
         fresh = initializer(kind, objective, shape, target, constants, config.head.is_warm_start)
         init = lambda key, target_params, given: fresh(key, target_params)
 
-    usual = {"is_remat": is_accelerated(placement.mesh)}
+    usual = {"is_remat": platform_of(placement.mesh) != "cpu"}
     loss = usual | {name: value for name, value in config.loss.items() if value is not None}
     bind = lambda options: objective.bind(shape, target.model, options, constants)
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
@@ -261,7 +261,7 @@ class HeadExperiment(Experiment):
         self.placement = Placement.of(config.mesh, config.is_fully_sharded)
         self.placement.check_batch("batch", config.batch)
         mesh, axis_rules = self.placement.mesh, self.placement.axis_rules
-        self.dtype = config.dtype or ("bfloat16" if is_accelerated(mesh) else "float32")
+        self.dtype = config.dtype or ("float32" if platform_of(mesh) == "cpu" else "bfloat16")
         self.target: LoadedModel = load_model(
             config.target,
             self.dtype,

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.meshes import is_accelerated
+from spec_jax.meshes import platform_of
 from spec_jax.models.checks import integers_of, is_integer
 from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig, family_of, read_config
@@ -64,8 +64,7 @@ def load_pretrained(
     Args:
       directory: holds config.json and the weights.
       dtype: of the returned parameters.
-      scan_layers: stack the layers, see ``ModelConfig``; None: on accelerators, where the family
-        can.
+      scan_layers: stack the layers, see ``ModelConfig``; None: on TPUs, where the family can.
       attention: how a cache is attended over, see ``config.ATTENTIONS``; None: as the family does.
       mesh: the devices to place the parameters on; None: jax's default device.
       axis_rules: which dimensions are split over the mesh.
@@ -82,7 +81,7 @@ def load_pretrained(
     directory = pathlib.Path(directory)
     config, hf = read_config(directory), read_json(directory / "config.json")
     if family_of(config).can_scan:
-        is_stacked = is_accelerated(mesh) if scan_layers is None else scan_layers
+        is_stacked = platform_of(mesh) == "tpu" if scan_layers is None else scan_layers
         config = dataclasses.replace(config, scan_layers=is_stacked)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")

@@ -339,8 +339,8 @@ class ModelConfig(EqualHeads):
     """The shape of a Llama, Qwen2 or Qwen3 model. Field names are Hugging Face's.
 
     ``scan_layers`` is ours. False unrolls the layers with separate weights, which is faster on a
-    CPU; True scans over the stacked weights of layers that repeat (see ``models/runs.py``), which
-    compiles in seconds for an accelerator.
+    CPU and on a GPU; True scans over the stacked weights of layers that repeat (see
+    ``models/runs.py``), which compiles in seconds for a TPU.
     ``attention`` is ours too: how a cache is attended over, see ``ATTENTIONS``.
 
     A subclass for another family sets ``architectures``: its model types, and the name of each

@@ -103,10 +103,10 @@ def test_layers_load_stacked_and_save_the_same_files(llama, tmp_path):
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_layers_are_stacked_on_accelerators_by_default(llama, monkeypatch):
-    assert not load_pretrained(llama)[1].scan_layers
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert load_pretrained(llama)[1].scan_layers
+def test_layers_are_stacked_on_tpus_by_default(llama, monkeypatch):
+    for platform in ("cpu", "gpu", "tpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)  # noqa: B023
+        assert load_pretrained(llama)[1].scan_layers == (platform == "tpu")
     assert not load_pretrained(llama, scan_layers=False)[1].scan_layers
 
 
