@@ -1,18 +1,11 @@
 """Measures what speculation costs and gains, as ratios within one run, against bars.
 
     python -m experiments.benchmark
-    python -m experiments.benchmark --parts=llama110m,heads --workdir=runs/benchmark/mine
+    python -m experiments.benchmark --parts=llama110m --workdir=runs/benchmark/mine
     python -m experiments.benchmark --peers --config.transformers.python=PATH
 
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
-  heads         an EAGLE-3 head on that shape: a chain and dynamic trees (tree.png)
-  blocks        a DSpark head on that shape and on the zoo's: a block in one pass
-  streaming     text after every round of that shape
-  adaptive      adaptive K against plain decoding and the best fixed K
-  cpu_layout    a target pass on a CPU in every layout of the weights, and which layout to use
-  slots         rounds of three families in a long cache against a short one
-  states        a Mamba-2 shape: the cost of replaying the window
   training      training steps at the zoo's size
   peers         transformers' assisted generation and prompt lookup on the zoo's models; needs torch
                 and transformers. --peers runs it alone, or after the parts of --parts
@@ -35,37 +28,15 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
-from experiments.benchmarks import (
-    adaptive,
-    blocks,
-    cpu_layout,
-    heads,
-    peers,
-    slots,
-    states,
-    streaming,
-    synthetic,
-    training,
-)
+from experiments.benchmarks import peers, synthetic, training
 from experiments.benchmarks.table import HEADER, Line
-from experiments.run import cli, plots, report
+from experiments.run import cli, report
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.show.tables import Section, table
 
 # Each has ``check(config)``, which raises ConfigError if a value of its section is out of range,
 # and ``measure(config, records) -> Result``, given the records of the parts before it by name.
-PARTS = {
-    "llama110m": synthetic,
-    "heads": heads,
-    "blocks": blocks,
-    "streaming": streaming,
-    "adaptive": adaptive,
-    "cpu_layout": cpu_layout,
-    "states": states,
-    "slots": slots,
-    "training": training,
-    "peers": peers,
-}
+PARTS = {"llama110m": synthetic, "training": training, "peers": peers}
 
 
 def run(
@@ -105,8 +76,6 @@ def run(
         record["notes"] += result.notes
         record["parts"][name] = result.record
         sections.extend(result.sections)
-        if name == "heads":
-            plots.plot_tree_sizes(folder / "tree.png", result.record)
 
     errors: list[SpecJaxError] = []
     try:

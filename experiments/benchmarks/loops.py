@@ -26,7 +26,6 @@ from spec_jax.engine.stats import Stats, row_stats
 from spec_jax.evaluation.bench import cast
 from spec_jax.evaluation.timing import Timer, loop_timer
 from spec_jax.sampling import argmax, make_sampler
-from spec_jax.tree import DynamicTree, Tree
 
 ROUNDS = 64  # in one call, so that the dispatch does not count
 _NO_LIMIT = 2**31 - 1
@@ -198,37 +197,21 @@ class _Length:
         return self.replace(length=self.length + n)
 
 
-def some_parents(tree: Tree | DynamicTree, num_draft: int) -> jax.Array:
-    """Returns parents i32[K] of a tree: one chain to its depth, the others at the root."""
-    index = jnp.arange(num_draft, dtype=jnp.int32)
-    return jnp.where(index < tree.depth, index, 0)
-
-
 @functools.cache
-def free_drafter(vocab_size: int, tree: Tree | DynamicTree | None = None) -> Drafter:
-    """Returns a drafter that computes nothing: the draft at each position is the position.
-
-    Args:
-      vocab_size: V.
-      tree: The tree that it drafts; None for a chain.
-    """
+def free_drafter(vocab_size: int) -> Drafter:
+    """Returns a drafter that computes nothing: the draft at each position is the position."""
 
     def propose(params, state, context: Context, num_draft: int):
         tokens = (context.length[:, None] + jnp.arange(num_draft, dtype=jnp.int32)) % vocab_size
         n_draft = jnp.full(context.length.shape, num_draft, jnp.int32)
-        branches = {}
-        if tree is not None:
-            is_true = context.length[:, None] >= 0  # the compiler cannot know this
-            parents = jnp.where(is_true, some_parents(tree, num_draft), 0)
-            branches = {"parents": parents, "tree_depth": tree.depth}
-        return Proposal(tokens, n_draft, is_sound=n_draft > 0, **branches), state
+        return Proposal(tokens, n_draft, is_sound=n_draft > 0), state
 
-    return NO_DRAFT._replace(name="free", propose=propose, tree=tree)
+    return NO_DRAFT._replace(name="free", propose=propose)
 
 
 @functools.cache
 def _free_system(system: System) -> System:
-    """Returns the same rule, K and tree with a target and a drafter that compute nothing.
+    """Returns the same rule and K with a target and a drafter that compute nothing.
 
     The target's logits are a parameter to which the tokens add a little, so that the compiler
     cannot share work between rounds.
@@ -243,7 +226,7 @@ def _free_system(system: System) -> System:
         ),
         unembed=lambda params, hidden: params["logits"][:, : hidden.shape[1]] + 1e-9 * hidden,
     )
-    return system._replace(target=target, drafter=free_drafter(V, system.drafter.tree))
+    return system._replace(target=target, drafter=free_drafter(V))
 
 
 def rest_timer(system: System, slots: int, batch: int = 1) -> GenerateTimer:

@@ -96,28 +96,6 @@ def whole_numbers(axis: Any, values: Iterable[int] | None = None) -> None:
     axis.set_xlim(min(values) / 2**0.3, max(values) * 2**0.3)
 
 
-def plot_tree_sizes(path: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Draws the time of a round and of its verify pass over the size of the tree.
-
-    Args:
-      path: The PNG file.
-      record: Of ``experiments.benchmarks.heads.measure``.
-    """
-    sizes = record["tree_sizes"]
-    with panels(path, 1, (5.5, 3.9)) as (axis,):
-        axis.plot(sizes, record["round_ms"], "o-", color="#0072B2", label="round")
-        axis.plot(sizes, record["verify_ms"], "s-", color="#D55E00", label="its verify pass")
-        for name, style, label in (
-            ("plain", ":", "plain pass of one token"),
-            ("chain_round", "--", "round of the chain"),
-        ):
-            value = record[f"{name}_ms"]
-            axis.axhline(value, color="0.45", linewidth=1, linestyle=style, label=label)
-        axis.set(title="EAGLE-3 dynamic tree", xlabel="nodes, with the root", xticks=sizes)
-        axis.set(ylabel="milliseconds")
-        axis.set_ylim(bottom=0)
-
-
 def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> None:
     """Draws loss by step, and what evaluations measured: tau, and acceptance by position.
 
@@ -194,40 +172,6 @@ def plot_published(path: pathlib.Path, pairs: Sequence[tuple[str, str, float, fl
                 )
             axis.set(title=group, xlabel="published speed-up", xlim=limits, ylim=limits)
         axes[0].set_ylabel("predicted from tau, shapes and peaks")
-
-
-def plot_growth(
-    path: pathlib.Path, grown: Mapping[str, Sequence[dict]], chips: Sequence[dict]
-) -> None:
-    """Draws the floor of a round over what grows, and the speed of a row and of a chip over chips.
-
-    Args:
-      path: The PNG file.
-      grown: Points by what grows, with ``plain_ms`` and ``round_ms``.
-      chips: Points with ``chips``, ``row_tok_s`` and ``chip_tok_s``.
-    """
-    with panels(path, len(grown) + 1, (4.0 * (len(grown) + 1), 3.8)) as axes:
-        for axis, (name, points) in zip(axes, grown.items()):
-            x = [p[name] for p in points]
-            axis.plot(x, [p["plain_ms"] for p in points], ":", color="0.45", label="plain")
-            axis.plot(
-                x,
-                [p["round_ms"] for p in points],
-                "-o",
-                markersize=4,
-                color=COLORS["eagle"],
-                label="round",
-            )
-            if name != "k":
-                axis.set(yscale="log")
-            whole_numbers(axis, None if name == "k" else x)
-            axis.set(xlabel="K" if name == "k" else name, ylabel="at least, ms")
-        x = [c["chips"] for c in chips if not c["shortfall_gb"]]
-        for name, marker in (("row_tok_s", "o"), ("chip_tok_s", "s")):
-            y = [c[name] for c in chips if not c["shortfall_gb"]]
-            axes[-1].plot(x, y, f"-{marker}", markersize=4, label=f"a {name.split('_')[0]}")
-        axes[-1].set(yscale="log", xlabel="chips", ylabel="at most, tokens/s")
-        whole_numbers(axes[-1], x)
 
 
 def spaced(values: Iterable[float], room: float) -> list[float]:

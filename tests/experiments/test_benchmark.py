@@ -14,19 +14,16 @@ from support.runs import check_run_files
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks import adaptive, loops, peers, synthetic, table, training
+from experiments.benchmarks import loops, peers, synthetic, table, training
 from experiments.benchmarks.shapes import random_model
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data import questions
 from spec_jax.data.questions import Question, Questions
-from spec_jax.decoding import System
-from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import timing
 from spec_jax.loading import load_model
-from spec_jax.rules import make_rule
 
 TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 TINY |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
@@ -47,35 +44,14 @@ def config():
     )
     config.llama110m.target.update(TINY)
     config.llama110m.draft.update(DRAFT)
-    settings = dict(tree_depth=2, tree_top_k=3, slots=128, prompt_tokens=5, repeats=2)
-    config.heads.update(draft_vocab_size=20, k=2, tree_nodes=(5,), **settings)
-    config.heads.target.update(TINY)
-    config.blocks.update(markov_rank=4, k=2, slots=128, prompt_tokens=5, repeats=2)
-    config.blocks.zoo.update(TINY)
-    config.blocks.llama110m.update(TINY)
     config.training.update(
         lm_batch=2, draft_vocab_size=24, num_steps=2, batch=2, length=16, repeats=2
     )
     config.training.target.update(TINY)
-    config.streaming.update({"prompt_tokens": 5, "new_tokens": 12, "k": 2, "repeats": 2})
-    config.streaming.target.update(TINY)
-    config.streaming.draft.update(DRAFT)
-    config.states.update({"k": 2, "slots": 256, "prompt_tokens": 5, "repeats": 2})
-    config.states.target.update(
-        vocab_size=31, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=16, state_size=4
-    )
-    config.slots.update(few=64, many=128, prompt_tokens=5, k=2, rounds=4, repeats=2)
-    config.slots.attention.update(TINY)
-    config.adaptive.update(buckets=(0, 2), rates=(0.0, 0.9), batches=(2,), slots=128)
-    config.adaptive.update(prompt_tokens=5, rounds=12, repeats=2)
-    config.adaptive.target.update(TINY)
-    config.adaptive.draft.update(DRAFT)
     return config
 
 
 BARS = dict(llama110m=("verify", "round", "predicted", "draft", "memory", "no_draft"))
-BARS |= dict(heads=("head_round", "tree_round"))
-BARS |= dict(blocks=("block_round",))
 BARS |= dict(training=("training",))
 
 
@@ -94,11 +70,9 @@ def test_leaves_a_record_with_every_bar(config, tmp_path, capsys, part):
     text, out = (tmp_path / "report.md").read_text(), capsys.readouterr().out
     assert all(line["what"] in text for line in record["lines"])
     with pytest.raises(ConfigError, match="holds the report of another run"):
-        benchmark.run(config, tmp_path, ("heads",))
+        benchmark.run(config, tmp_path, ("peers",))
     if part == "llama110m":
         assert "measured / predicted" in out
-    if part == "heads":
-        assert (tmp_path / "tree.png").stat().st_size > 5000
 
 
 @pytest.mark.representatives("lm_case")
@@ -115,91 +89,13 @@ def test_model_flops_are_those_of_the_products_in_a_step(make):
     assert 2 * products(traced) == pytest.approx(case.flops, rel=0.05)
 
 
-@pytest.mark.exhaustive
-def test_streaming_is_held_against_the_uninterrupted_loop(config, tmp_path):
-    record = benchmark.run(config, tmp_path, ("streaming",))
-    assert [line["bar"] for line in record["lines"]] == [config.bars.streaming] * 2 + [None]
-    stats = record["parts"]["streaming"]["stats"]
-    assert stats["emitted"] == 12 and stats["rounds"] > 1
-    times = record["parts"]["streaming"]["times_ms"]
-    ratios = np.divide(times["stream"], times["whole"])
-    assert record["lines"][0]["value"] == pytest.approx(np.median(ratios))
-
-
-@pytest.mark.exhaustive
-def test_replay_is_measured_against_the_verify_pass_of_the_same_run(config, tmp_path):
-    record = benchmark.run(config, tmp_path, ("states",))
-    times = {name: np.asarray(ms) for name, ms in record["parts"]["states"]["times_ms"].items()}
-    line = next(line for line in record["lines"] if line["bar"] == config.bars.replay)
-    assert line["value"] == pytest.approx(np.median(times["round"] / times["verify"]), rel=1e-12)
-    assert record["parts"]["states"]["stats"]["rounds"] == loops.ROUNDS
-
-
-@pytest.mark.exhaustive
-def test_many_slots_are_held_against_few_of_the_same_run(config, tmp_path):
-    config = config.copy_and_resolve_references()
-    config.slots.families = "attention"
-    record = benchmark.run(config, tmp_path, ("slots",))
-    assert [line["bar"] for line in record["lines"]] == [config.bars.slots, None, None, None]
-    for line, name in zip(record["lines"][::2], ("cpu_times_ms", "times_ms")):
-        times = record["parts"]["slots"][name]
-        ratios = np.divide(times["('attention', 128)"], times["('attention', 64)"])
-        assert line["value"] == pytest.approx(np.median(ratios)) and len(ratios) == 2
-
-
-@pytest.mark.exhaustive
-def test_adaptive_is_held_against_plain_and_fixed(config, tmp_path):
-    record = benchmark.run(config, tmp_path, ("adaptive",))
-    assert [line["bar"] for line in record["lines"]] == [1.03, 0.95, 1.1, 1.1]
-    found = record["parts"]["adaptive"]["batches"][2]
-    assert set(found["round_ms"]) == {0, 2} and len(found["rates"]) == 2
-    for one in found["rates"]:
-        assert all(sum(n for _, n in plans) == 12 for plans in one["plans"])
-        assert all(ratio > 0 for ratio in one["priced / plain"] + one["clock / plain"])
-
-
-@pytest.mark.exhaustive
-def test_coins_come_up_at_their_rate(pair):
-    options = dict(rejection_sampling_strategy="synthetic", synthetic_mean_length=4.0)
-    rule = make_rule(SpeculativeConfig(num_speculative_tokens=3, **options))
-    target, draft = pair
-    system = System(target.model, adaptive.coined(standalone(draft.model)), rule, 3)
-    params = {"target": target.params, "draft": {"draft": draft.params, "rate": 0.7}}
-    state = loops.start(system, params, [[3, 4, i] for i in range(20)], 128, 90)
-    stats = loops.GenerateTimer(system, params, [state]).stats
-    assert stats.corrected == 0  # the limit alone cuts drafts
-    reached = (stats.rounds, *stats.accepted_at)
-    rates = [b / a for a, b in zip(reached, reached[1:])]
-    np.testing.assert_allclose(rates, 0.7, atol=0.06)
-
-
 SECTIONS = [
     ("peers", {"num_prompts": 0}, "peers.num_prompts is 0"),
     ("peers", {"data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
     ("llama110m", {"repeats": 0}, "llama110m.repeats is 0"),
     ("llama110m", {"slots": 16}, "need"),
-    ("states", {"slots": 16}, "states.slots is 16; prompt and rounds need"),
-    ("heads", {"slots": 16}, "heads.slots is 16; prompt and rounds need"),
-    ("blocks", {"slots": 16}, "blocks.slots is 16; prompt and rounds need"),
-    ("blocks", {"shapes": "zoo,7b"}, "blocks.shapes is 'zoo,7b'; expected some of zoo, llama110m"),
-    ("slots", {"families": "mamba"}, "slots.families is 'mamba'; expected some of attention"),
-    ("slots", {"few": 16}, "slots.few is 16 and slots.many 128; prompt and rounds need 20"),
-    ("heads", {"tree_nodes": (90,)}, "90 nodes; 2 levels of 3 have"),
-    ("heads", {"tree_depth": 1}, "tree_depth of 2 or more"),
-    ("adaptive", {"buckets": (1, 2)}, r"adaptive.buckets is \(1, 2\)"),
-    ("adaptive", {"rates": (1.5,)}, "adaptive.rates"),
-    ("adaptive", {"slots": 64}, "adaptive.slots is 64; prompt and rounds need"),
     ("peers", {"ks": ()}, "peers.ks"),
-    ("cpu_layout", {"tokens": (1, 65)}, r"cpu_layout.tokens is \(1, 65\); expected .* 1 to 64"),
-    (
-        "cpu_layout",
-        {"dtypes": "float16"},
-        "cpu_layout.dtypes is 'float16'; expected some of float32",
-    ),
-    ("cpu_layout", {"slots": 16}, "cpu_layout.slots is 16"),
-    ("cpu_layout", {"repeats": 2}, "cpu_layout.repeats is 2; expected 3 or more"),
     ("peers", {"dtypes": "float32,float16"}, "peers.dtypes .* among float32, bfloat16"),
-    ("heads", {"draft_vocab_size": 40}, "draft_vocab_size is 40; the target has 31"),
 ]
 
 
@@ -248,26 +144,26 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(
     found = table.Result([table.Line("what is found", [2.0])], {"a": 1})
     parts = dict(benchmark.PARTS)
     part = lambda measure: types.SimpleNamespace(check=lambda config: None, measure=measure)
-    parts["heads"] = part(fails(ConfigError("no such head")))
-    parts["states"] = part(lambda config, records: found)
-    parts["training"] = part(fails(RuntimeError("no memory")))
+    parts["llama110m"] = part(fails(ConfigError("no such head")))
+    parts["training"] = part(lambda config, records: found)
+    parts["peers"] = part(fails(RuntimeError("no memory")))
     monkeypatch.setattr(benchmark, "PARTS", parts)
 
-    record = benchmark.run(config, tmp_path / "a", ("heads", "states"))
-    assert record["is_complete"] and record["parts"] == {"states": {"a": 1}}
-    assert record["left_out"] == {"heads": "no such head"}
-    assert "heads is left out: no such head" in record["notes"]
-    assert "heads is left out: no such head" in (tmp_path / "a" / "report.md").read_text()
+    record = benchmark.run(config, tmp_path / "a", ("llama110m", "training"))
+    assert record["is_complete"] and record["parts"] == {"training": {"a": 1}}
+    assert record["left_out"] == {"llama110m": "no such head"}
+    assert "llama110m is left out: no such head" in record["notes"]
+    assert "llama110m is left out: no such head" in (tmp_path / "a" / "report.md").read_text()
     capsys.readouterr()
 
     with pytest.raises(RuntimeError, match="no memory"):  # any other error ends the run
-        benchmark.run(config, tmp_path / "b", ("states", "training"))
+        benchmark.run(config, tmp_path / "b", ("training", "peers"))
     assert "what is found" in capsys.readouterr().out
     saved = check_run_files(tmp_path / "b", "benchmark")
     assert saved["lines"][0]["value"] == 2.0 and not saved["is_complete"]
 
     with pytest.raises(ConfigError, match="no such head"):  # nothing is left
-        benchmark.run(config, tmp_path / "c", ("heads",))
+        benchmark.run(config, tmp_path / "c", ("llama110m",))
 
 
 @pytest.mark.exhaustive

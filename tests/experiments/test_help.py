@@ -50,7 +50,7 @@ def test_comments_belong_to_the_keys_beside_and_below_them(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["decode", "growth"])
+@pytest.mark.parametrize("name", ["decode", "published"])
 def test_help_shows_flags_and_keys(name):
     command = [sys.executable, "-m", f"experiments.{name}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
