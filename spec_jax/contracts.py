@@ -317,7 +317,6 @@ class Drafter(NamedTuple):
         "residual" for sampled drafts, "match" for deterministic ones.
       draft_temperature: at which it drafts above temperature 0 where no draft sampler is given;
         None: at the target's.
-      has_confidence: its proposals have a ``Proposal.confidence``.
     """
 
     name: str
@@ -340,7 +339,6 @@ class Drafter(NamedTuple):
     has_chunks: bool = False
     strategy: str | None = None
     draft_temperature: float | None = None
-    has_confidence: bool = False
 
     def __repr__(self) -> str:
         drafts = "sampled" if self.is_sampled else "deterministic"

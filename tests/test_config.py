@@ -257,7 +257,6 @@ INVALID_VALUES = [
     (dict(tree={"children": [2, 0]}), r"the tree branches \(2, 0\)"),
     (dict(tree={"ranks": [[1]]}), r"the tree lists \[1\] and not \[0\]"),
     (dict(adaptive={"buckets": [0]}), r"adaptive.buckets is \(0,\); expected ascending"),
-    (dict(adaptive={"by_confidence": 1}), "adaptive.by_confidence is 1; expected a bool"),
     (dict(adaptive=3), "adaptive is 3; expected a bool or an AdaptiveConfig"),
     (dict(is_adaptive=False, adaptive_buckets=(1,)), "None where adaptive is False"),
     (dict(typical={"epsilon": -1}), "typical.epsilon is -1"),

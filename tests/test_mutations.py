@@ -77,9 +77,6 @@ MUTATIONS = mutants.read("""
     K is chosen from outputs of the same noise
         AdaptiveRunner.__call__: note_tuner(state, x_) -> state
         test_the_noise_of_a_round_is_made_with_the_updates_of_the_choice_of_k
-    nobody says what the draft expects
-        AdaptiveRunner.__call__: k > 0 and expected is not None -> False
-        test_k_by_confidence_falls_where_the_draft_is_unsure_although_it_is_right
     a row without a finite logit goes on
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
         test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason

@@ -203,16 +203,11 @@ class AdaptiveConfig(ConfigRecord):
     Attributes:
       buckets: the Ks to choose among, ascending; each is a program to compile, and K is the last
         of them. None: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 up to K, and K.
-      by_confidence: choose also by how probably the draft expected its latest drafts to be
-        accepted; of heads that draft a block.
     """
 
     buckets: tuple[int, ...] | None = None
-    by_confidence: bool = False
 
     def __post_init__(self):
-        is_flag = isinstance(self.by_confidence, bool)
-        check(is_flag, "adaptive.by_confidence", self.by_confidence, "a bool")
         given = self.buckets
         if given is None:
             return

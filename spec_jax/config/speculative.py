@@ -152,11 +152,6 @@ class SpeculativeConfig:
         return self.adaptive is not None
 
     @property
-    def by_confidence(self) -> bool:
-        """Whether K is also chosen by how confident the draft is."""
-        return self.adaptive is not None and self.adaptive.by_confidence
-
-    @property
     def buckets(self) -> tuple[int, ...]:
         """The Ks that programs are compiled for."""
         K = self.num_speculative_tokens

@@ -21,13 +21,7 @@ from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
-from spec_jax.engine.adaptive.runner import (
-    CATCH_UP,
-    OUTLOOK,
-    AdaptiveState,
-    expected_drafts,
-    plain_rule,
-)
+from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, plain_rule
 from spec_jax.engine.engine import Engine
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
@@ -138,8 +132,6 @@ class Parts(Shown):
         observers = self.observers
         if self.has_expected and rule.expected_acceptance and self.drafter.tree is None:
             observers = (*observers, decoding.expected_acceptance(rule))
-        if self.adaptive is not None and self.config.by_confidence:
-            observers = (*observers, expected_drafts(self.num_draft))
         system = decoding.System(
             self.model,
             self.drafter,
@@ -352,11 +344,7 @@ def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
       ConfigError: something else, a name that stands twice or is the package's own, or an observer
         of all rows together.
     """
-    reserved = {
-        "logprobs": "generate(logprobs=True)",
-        "expected": "has_expected=True",
-        OUTLOOK: 'adaptive={"by_confidence": True}',
-    }
+    reserved = {"logprobs": "generate(logprobs=True)", "expected": "has_expected=True"}
     names = []
     for observer in observers:
         if not isinstance(observer, Observer):
@@ -553,8 +541,7 @@ def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter
       drafter: a drafter.
 
     Raises:
-      ConfigError: K is adaptive and the drafter proposes trees, or is to be chosen by a confidence
-        that the drafter does not report.
+      ConfigError: K is adaptive and the drafter proposes trees.
     """
     if config is None:
         return drafter
@@ -564,11 +551,6 @@ def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter
         return drafter
     if drafter.tree is not None:
         raise ConfigError(f"is_adaptive is set; drafter {drafter.name!r} proposes trees")
-    if config.by_confidence and not drafter.has_confidence:
-        raise ConfigError(
-            f"adaptive.by_confidence is set; drafter {drafter.name!r} does not estimate how "
-            "probably its drafts are accepted"
-        )
     if drafter.catch_up is None:
         return with_deferred_commits(drafter, CATCH_UP) if drafter.taps else drafter
     return drafter._replace(window=max(drafter.window, CATCH_UP))

@@ -26,7 +26,6 @@ CASES = [
         for d in ("suffix", "ngram", "host", "sampled-host", "adaptive", "confidence")
         for r in ("residual", "block")
     ),
-    ("confident", "residual"),
     ("chain-on-mesh", "residual"),  # each of the eight devices samples an eighth of the rows
     *((d, r) for d in ("tree", "dynamic-tree") for r in ("residual", "traversal")),
 ]
@@ -71,10 +70,10 @@ def check(name, rule, place, trials):
     else:
         rows, limit = at_end(make())
         options = {"max_length": limit}
-    if name in ("adaptive", "confident"):
+    if name == "adaptive":
         options["rounds_per_sync"] = 1
     begin = time.process_time()
-    batch = 32 if name in ("adaptive", "confident") else min(trials, 8192)
+    batch = 32 if name == "adaptive" else min(trials, 8192)
     outputs, stats = zip(*calls(make, rows, trials, batch, **options))
     outputs, stats = map(np.concatenate, zip(*outputs)), functools.reduce(operator.add, stats)
     spent = time.process_time() - begin
@@ -97,7 +96,7 @@ def check_drafted(name, place, stats):
     assert offered[-1] > 0
     if name in ("suffix", "ngram") or (name == "adaptive" and place == "inside"):
         assert fewer[0] > 0 and sum(fewer) > fewer[0]
-    elif name in ("host", "confidence") or (name == "confident" and place == "inside"):
+    elif name in ("host", "confidence"):
         assert max(fewer) > 0
 
 

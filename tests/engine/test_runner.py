@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.decoders import changed_draft, start
+from support.decoders import start
 from support.scripted import BUCKETS, Known, Script
 from support.tiny_models import LLAMA, random_weights
 
@@ -324,28 +324,6 @@ def test_a_confident_draft_goes_on_and_an_unsure_one_ends(mocks):
     assert [a.tokens for a in rows[0]] == [b.tokens for b in rows[1]]
     offered = short.stats.drafted_at
     assert short.stats.rounds == offered[0] > offered[1] > offered[2]
-
-
-def test_k_by_confidence_falls_where_the_draft_is_unsure_although_it_is_right():
-    """The draft is the target, so by what is accepted alone K stays the largest."""
-    target = mock_model(7, 0)
-
-    def change(proposal, context):
-        sure = jnp.where(context.length < 30, 0.9, 0.1)
-        return proposal.replace(confidence=jnp.broadcast_to(sure[:, None], proposal.tokens.shape))
-
-    def last_ks(by_confidence):
-        options = {"buckets": (1, 3), "by_confidence": by_confidence}
-        config = SpeculativeConfig(num_speculative_tokens=3, adaptive=options)
-        make = lambda target: changed_draft(change)(target)._replace(has_confidence=True)
-        decoder = SpeculativeDecoder(target, target, config, drafter=make)
-        decoder.adaptive.costs = Known({1: 1.0, 3: 1.5})
-        row = decoder.generate([1, 2], 60, rounds_per_sync=1)
-        offered = decoder.stats.drafted_at
-        assert offered[0] == decoder.stats.rounds > offered[1] == offered[2] > 0
-        return [count for count in row.trace.offered if count >= 0][-5:]
-
-    assert (last_ks(True), last_ks(False)) == ([1] * 5, [3] * 5)
 
 
 VALUES = [

@@ -11,15 +11,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from oracles import markov
-from support.block_drafts import head_of, toy_config
 from support.scripted import Known
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, host_drafter, testing
-from spec_jax.drafters.block.model import block_drafter
 from spec_jax.engine.stats import Stats
 from spec_jax.loading import LoadedModel
 
@@ -80,33 +77,12 @@ def _adaptive(rule):
     return decoder
 
 
-@functools.cache  # another function would be compiled again
-def _block_drafter():
-    config = toy_config("dspark", V)
-    embed = jax.random.normal(jax.random.key(7), (V, V))
-    params = {"head": head_of(config).params, "target": {**TARGET.params, "embed": embed}}
-    inner = block_drafter(config, TARGET.model)
-    with_params = lambda function: lambda _, *args: function(params, *args)
-    parts = ("init", "prefill", "propose", "commit")
-    return inner._replace(**{name: with_params(getattr(inner, name)) for name in parts})
-
-
-def _confident(rule):
-    """A block drafter, whose K is chosen by what it expected of its latest drafts."""
-    options = {"adaptive": {"buckets": (0, 1, K), "by_confidence": True}}
-    config = _config("standalone", rule, **options)
-    decoder = SpeculativeDecoder(TARGET, None, config, drafter=_block_drafter())
-    decoder.adaptive.costs = Known({0: 1.0, 1: 1.1, 3: 1.3})
-    return decoder
-
-
 DECODERS: dict[str, Callable[[str], SpeculativeDecoder]] = {
     "suffix": _of_method("suffix", suffix_history_tokens=64),
     "ngram": _of_method("ngram"),
     "host": _of_host(count_on),
     "sampled-host": _of_host(draw_from_table, is_sampled=True, vocab_size=V),
     "adaptive": _adaptive,
-    "confident": _confident,
     "confidence": _of_method("standalone", DRAFT, confidence_threshold=0.5),
     "chain": _of_method("standalone", DRAFT),
     "chain-on-mesh": _of_method("standalone", DRAFT, "data:2,tensor:4"),

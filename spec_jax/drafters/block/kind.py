@@ -24,6 +24,7 @@ from spec_jax.drafters.registry import (
     HeadSpec,
     Training,
 )
+from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
 from spec_jax.tree import AnyTree
 
@@ -55,10 +56,13 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
 def _drafter(draft, target: Model, config: SpeculativeConfig) -> Drafter:
     if config.tree_shape is None:  # the depth of a tree is checked with the tree
         model.check_depth(draft.config, max(config.buckets))
-    reads_confidence = config.confidence_threshold > 0 or config.by_confidence
-    is_fitted = reads_confidence and not getattr(draft.config, "has_confidence", False)
-    fitted = max(config.buckets) if is_fitted else 0
-    return model.block_drafter(draft.config, target, config.tree_shape, fitted_drafts=fitted)
+    if config.confidence_threshold > 0 and not getattr(draft.config, "has_confidence", False):
+        raise ConfigError(
+            f"confidence_threshold is {config.confidence_threshold}; this {draft.config.name!r} "
+            "head does not estimate how probably its drafts are accepted: a 'dspark' head that was "
+            "trained with a confidence does"
+        )
+    return model.block_drafter(draft.config, target, config.tree_shape)
 
 
 def _objective(name: str):

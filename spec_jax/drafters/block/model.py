@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Context, Drafter, Model
-from spec_jax.drafters.block.confidence import NUM_FEATURES, Fit, FittedState, draft_features
 from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.steps import STEPS, confidence_logits, normed, step_logits
 from spec_jax.drafters.common.chain import Drafted, draft_chain
@@ -187,9 +186,7 @@ def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
 
 
 @functools.cache
-def block_drafter(
-    config: BlockConfig, target: Model, tree: AnyTree | None = None, *, fitted_drafts: int = 0
-) -> Drafter:
+def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = None) -> Drafter:
     """Returns the drafter of a head.
 
     Its parameters are ``{"head": the head's, "target": the target's}``, whose embedding and output
@@ -200,8 +197,6 @@ def block_drafter(
       config: the head's shape.
       target: the model that it drafts for, with this config's taps.
       tree: the tree that it drafts; None means a chain.
-      fitted_drafts: the largest K, if the confidence of a head that has no output for it is to be
-        fitted while it decodes; 0: it has none. Of chains alone.
 
     Raises:
       ConfigError: the tree is deeper than a block, or a node has more children than the target has
@@ -218,22 +213,17 @@ def block_drafter(
         def at(position):  # x and base are those of the block, below
             return x[:, position], base[:, position]
 
-        def scores(position, token, features):
-            """The logits at a position, the confidence in what is drawn, and all features."""
+        def scores(position, token):
+            """The logits at a position, and the confidence in what is drawn there."""
             x, base = at(position)
             logits = step_logits(params, base, x, token, config, target)
-            confidence = ()
-            if fitted_drafts:
-                own = draft_features(logits, position)
-                features = features.at[:, position].set(own)
-                confidence = state.fit.estimate(own)
-            elif has_confidence:
-                confidence = confidence_logits(params["head"], x, token, config)
-                confidence = jax.nn.sigmoid(confidence)
-            return logits, (confidence, features)
+            if not has_confidence:
+                return logits, None
+            return logits, jax.nn.sigmoid(confidence_logits(params["head"], x, token, config))
 
-        def advance(carry, token, node):
-            return scores(node - 1, token, carry[1])
+        def advance(confidence, token, node):
+            del confidence  # of the draft before
+            return scores(node - 1, token)
 
         def advance_tree(position, tokens, parent, seen):
             del parent, seen  # a step reads the node's token alone
@@ -247,39 +237,28 @@ def block_drafter(
         pending = jnp.take_along_axis(context.tokens, context.length[:, None], axis=1)[:, 0]
         if num_draft == 0:
             return Drafted.none(context, 0, target.vocab_size).proposal(), state
-        cache = state.cache if fitted_drafts else state
         with jax.named_scope("draft_pass"):
-            x, cache = block_states(params, pending, cache, config.block_width(levels), config)
+            x, cache = block_states(params, pending, state, config.block_width(levels), config)
             x = x[:, first : first + levels]
         with jax.named_scope("unembed"):
             base = target.unembed(params["target"], normed(params["head"], x, config))
-        features = jnp.zeros((len(pending), num_draft, NUM_FEATURES)) if fitted_drafts else ()
-        logits, carry = scores(0, pending, features)
+        logits, confidence = scores(0, pending)
         if tree is not None:
             return draft_tree(logits, 1, advance_tree, context, num_draft, tree)[0], cache
-        estimate = (lambda carry: carry[0]) if fitted_drafts or has_confidence else None
-        proposal, carry = draft_chain(logits, carry, advance, context, num_draft, estimate)
-        if fitted_drafts:
-            return proposal, FittedState(cache, state.fit.drafted(carry[1], proposal.n_draft))
-        return proposal, cache
+        estimate = (lambda confidence: confidence) if has_confidence else None
+        return draft_chain(logits, confidence, advance, context, num_draft, estimate)[0], cache
 
     def commit(params, state, tokens, n, features, path):
         del tokens, path  # the features are those of the path
-        if not fitted_drafts:
-            return inject(params["head"], state, features, n, config)
-        cache = inject(params["head"], state.cache, features, n, config)
-        return FittedState(cache, state.fit.observed(n - 1))
+        return inject(params["head"], state, features, n, config)
 
     def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         del tokens, pending
         step = lambda cache, _, n, features: inject(params["head"], cache, features, n, config)
-        cache = state.cache if fitted_drafts else state
-        cache = over_chunks(step, cache, (features,), lengths, chunk)
-        return FittedState(cache, state.fit) if fitted_drafts else cache
+        return over_chunks(step, state, (features,), lengths, chunk)
 
     def init(params, batch, slots):
-        cache = KVCache.create(config.layer, batch, slots, params["head"]["norm"].dtype)
-        return FittedState(cache, Fit.fresh(batch, fitted_drafts)) if fitted_drafts else cache
+        return KVCache.create(config.layer, batch, slots, params["head"]["norm"].dtype)
 
     return Drafter(
         name=config.name,
@@ -290,15 +269,14 @@ def block_drafter(
         prefill=prefill,
         propose=propose,
         commit=commit,
-        insert_row=(FittedState if fitted_drafts else KVCache).insert_row,
+        insert_row=KVCache.insert_row,
         taps=config.taps,
         tree=tree,
         window=config.block_size,
-        rewind=None if fitted_drafts else KVCache.rewind,
+        rewind=KVCache.rewind,
         has_chunks=True,
         strategy="block" if tree is None else None,
         draft_temperature=None if STEPS[type(config)].is_conditional else 0.0,
-        has_confidence=tree is None and (fitted_drafts > 0 or has_confidence),
     )
 
 

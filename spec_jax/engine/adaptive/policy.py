@@ -12,12 +12,6 @@ Choice. The K with the most tokens a millisecond, ``E(K) / T(K)`` with ``E(K) = 
 prod_{j<=i} rates[j]``. The whole batch has one K, and all rows share the counts. The current K is
 kept unless another is better by more than ``HYSTERESIS``.
 
-Outlook. A drafter that estimates how probably its drafts are accepted (``Proposal.confidence``) may
-see sooner than the counts do that the text has become harder. What it expected in the latest rounds
-over what it expected in all counted ones multiplies the probability to get that far, so an estimate
-that is wrong by a constant factor changes nothing. Whether to draft at all is decided by the counts
-alone: at K = 0 nothing is estimated.
-
 Exploration. Acceptance beyond the current K is not observed (at K = 0 nothing is), so the next
 larger K is tried now and then: as soon as ``EXPLORED_SHARE`` of the time spent would pay for a
 trial in which no draft is accepted.
@@ -30,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,9 +36,6 @@ PULL_ROUNDS = 4.0  # weight of the rate of the position before
 HYSTERESIS = 0.02
 EXPLORED_SHARE = 0.01
 MIN_ROUNDS, MAX_ROUNDS = 4, 32  # until the next choice; doubled while K stays
-RECENT_DECAY = 0.5  # per round, of what was expected in the latest rounds
-RECENT_COUNTS = 0.5  # of the usual expectation among these
-SHIFT = 0.1  # a change of the first draft's outlook after which K is chosen again soon
 
 
 class RoundCosts(NamedTuple):
@@ -71,24 +63,6 @@ class Plan(NamedTuple):
     rounds: int
 
 
-class Means(NamedTuple):
-    """Means by position of what has been added, in which older values count less."""
-
-    sums: tuple[float, ...]
-    counts: tuple[float, ...]
-
-    def add(self, keep: float, count: float, sums: Sequence[float]) -> Means:
-        """Returns the means after ``count`` values more at the first positions."""
-        new = zip(self.sums, itertools.chain(sums, itertools.repeat(0.0)))
-        counts = (keep * c + count * (i < len(sums)) for i, c in enumerate(self.counts))
-        return Means(tuple(keep * old + more for old, more in new), tuple(counts))
-
-    def at(self, i: int, prior: float = 0.0, weight: float = 0.0) -> float:
-        """Returns the mean at a position, with a prior of a weight."""
-        count = self.counts[i] + weight
-        return (self.sums[i] + weight * prior) / count if count > 0 else 0.0
-
-
 @dataclasses.dataclass(frozen=True)
 class Tuner:
     """What has been observed, and the last choice.
@@ -99,8 +73,6 @@ class Tuner:
       rounds: how many rounds the last choice was for.
       credit_ms: time that may be spent on trials.
       num_updates: how often it has observed; part of the noise of what it chooses (see ``rng``).
-      outlook: what the drafter expected to be accepted at each position, in all counted rounds and
-        in the latest ones.
     """
 
     reached: tuple[float, ...]
@@ -109,7 +81,6 @@ class Tuner:
     rounds: int = MIN_ROUNDS
     credit_ms: float = 0.0
     num_updates: int = 0
-    outlook: tuple[Means, Means] | None = None
 
     @classmethod
     def fresh(cls, max_draft: int) -> Tuner:
@@ -125,17 +96,6 @@ class Tuner:
             rates.append((accepted + PULL_ROUNDS * rates[-1]) / (reached + PULL_ROUNDS))
         return tuple(rates)
 
-    @property
-    def lifts(self) -> tuple[float, ...]:
-        """By position, the latest outlook over the usual one; of unseen ones that before."""
-        lifts, (usual, latest) = [1.0], self.outlook
-        for i in range(len(self.reached)):
-            mean = usual.at(i)
-            lifts.append(
-                latest.at(i, mean * lifts[-1], RECENT_COUNTS) / mean if mean > 0 else lifts[-1]
-            )
-        return tuple(lifts[1:])
-
     def choose(self, costs: RoundCosts, lag: int = 0) -> tuple[Plan, Tuner]:
         """Chooses the next K among those in ``costs``, and for how many rounds.
 
@@ -150,14 +110,11 @@ class Tuner:
         speed = {k: tokens[k] / ms for k, ms in costs.round_ms.items()}
         if self.settled is None and len(speed) > 1:
             speed.pop(0, None)  # begin by drafting: plain decoding teaches nothing
-        settled, is_shifted = self._best(speed), False
-        if settled > 0 and self.outlook is not None:
-            tokens = expected_tokens(self.rates, self.lifts)
-            speed = {k: tokens[k] / ms for k, ms in costs.round_ms.items() if k > 0}
-            settled, is_shifted = self._best(speed), abs(self.lifts[0] - 1) > SHIFT
+        settled = max(speed, key=speed.get)
+        if self.settled in speed and speed[settled] <= (1 + HYSTERESIS) * speed[self.settled]:
+            settled = self.settled
         is_new = settled != self.settled
-        is_short = is_new or is_shifted
-        rounds = MIN_ROUNDS if is_short else min(2 * self.rounds, MAX_ROUNDS)
+        rounds = MIN_ROUNDS if is_new else min(2 * self.rounds, MAX_ROUNDS)
         time_ms = costs.round_ms[settled]
         larger = [k for k in costs.round_ms if k > settled]
         if larger and not is_new:
@@ -171,29 +128,6 @@ class Tuner:
                 return Plan(trial, MIN_ROUNDS), after
         chosen = dataclasses.replace(self, settled=settled, rounds=rounds)
         return Plan(settled, rounds), chosen
-
-    def _best(self, speed: Mapping[int, float]) -> int:
-        """The K of the highest speed, or the settled one if that is clearly no faster."""
-        best, settled = max(speed, key=speed.get), self.settled
-        is_better = settled not in speed or speed[best] > (1 + HYSTERESIS) * speed[settled]
-        return best if is_better else settled
-
-    def expect(self, rounds: int, row_rounds: int, expected_at: Sequence[float]) -> Tuner:
-        """Returns the tuner after it was told what the drafter expected of some rounds.
-
-        Args:
-          rounds: how many rounds were run.
-          row_rounds: the same, summed over the rows that were active.
-          expected_at: drafts that were expected to be accepted, by position, summed over rows; of
-            as many positions as were drafted.
-        """
-        none = (0.0,) * len(self.reached)
-        before = self.outlook or (Means(none, none), Means(none, none))
-        outlook = tuple(
-            means.add(decay**rounds, row_rounds, expected_at)
-            for means, decay in zip(before, (DECAY, RECENT_DECAY))
-        )
-        return dataclasses.replace(self, outlook=outlook)
 
     def observe(
         self,
@@ -237,16 +171,11 @@ def _faded(keep: float, reached: float) -> float:
     return max(keep, min(1.0, FLOOR / reached)) if reached else 1.0
 
 
-def expected_tokens(rates: Sequence[float], lifts: Sequence[float] = ()) -> tuple[float, ...]:
+def expected_tokens(rates: Sequence[float]) -> tuple[float, ...]:
     """Expected tokens of a round for K = 0 .. len(rates), the target's own token included.
 
     Args:
       rates: conditional acceptance rates by position.
-      lifts: what the probability to get so far is multiplied by; none: 1.
     """
-    tokens, reach, least = [1.0], 1.0, 1.0
-    for i, rate in enumerate(rates):
-        reach *= rate
-        least = min(least, reach * lifts[i]) if lifts else reach
-        tokens.append(tokens[-1] + least)
-    return tuple(tokens)
+    reach = itertools.accumulate(rates, operator.mul, initial=1.0)
+    return tuple(itertools.accumulate(reach))

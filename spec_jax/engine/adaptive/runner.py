@@ -18,7 +18,7 @@ import numpy as np
 
 from spec_jax import decoding, processes
 from spec_jax.compilation import NamedProgram, add_span
-from spec_jax.contracts import Observer, Round, Rule
+from spec_jax.contracts import Rule
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
 from spec_jax.engine.adaptive.policy import RoundCosts, Tuner
@@ -27,7 +27,6 @@ from spec_jax.sampling import Source
 from spec_jax.sharding import constrain, constrain_state
 
 _TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
-OUTLOOK = "expected drafts"  # the name of the observer
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
 
 
@@ -81,26 +80,6 @@ def accepted_since(state: DecodeState, since: jax.Array, *, max_draft: int) -> j
     is_new = (index >= since[:, None]) & (state.kind == Kind.ACCEPTED)
     position = jnp.where(is_new, index - begin, max_draft)
     return constrain(jnp.zeros((max_draft,), jnp.int32).at[position].add(1, mode="drop"))
-
-
-@functools.cache
-def expected_drafts(max_draft: int) -> Observer:
-    """Returns the observer of what a drafter expects of its drafts.
-
-    It has f32[max_draft], by position: how many of the offered drafts were expected to be accepted,
-    summed over rounds and rows.
-    """
-
-    def update(seen: jax.Array, of: Round) -> jax.Array:
-        sure = of.proposal.confidence
-        if sure is None:  # K is 0
-            return seen
-        reach = jnp.cumprod(jnp.where(of.proposal.is_offered, sure, 0.0), axis=1)
-        new = jnp.where(of.n_emit[:, None] > 0, reach, 0.0).sum(axis=0)
-        return seen.at[: sure.shape[1]].add(new)
-
-    init = lambda batch, slots: jnp.zeros((max_draft,))
-    return Observer(OUTLOOK, init, update, is_by_row=False)
 
 
 class AdaptiveState:
@@ -184,15 +163,11 @@ class AdaptiveRunner:
             state, self._lag = self._catch_up(state), 0
         if k == 0:
             rounds = min(rounds, self._max_lag - self._lag)
-        since, expected = count_tokens(state), self._expected(state)
+        since = count_tokens(state)
         max_rounds = jnp.minimum(jnp.int32(max_rounds), rounds)
         state, chunk = self._generate(k, state, stop, max_rounds, min_active)
         accepted = np.asarray(accepted_since(state, since, max_draft=self._max_draft))
         rounds, row_rounds = int(chunk.rounds), int(chunk.row_rounds)
-        if k > 0 and expected is not None:
-            tuner = tuner.expect(
-                rounds, row_rounds, (self._expected(state) - expected)[:k].tolist()
-            )
         adaptive.tuner = tuner.observe(
             k, rounds, row_rounds, accepted.tolist(), rounds * costs.round_ms[k]
         )
@@ -200,11 +175,6 @@ class AdaptiveRunner:
             self._lag += rounds
         self.plans.append((k, rounds))
         return state, chunk
-
-    def _expected(self, state: DecodeState) -> np.ndarray | None:
-        """What the drafter has expected so far, see ``expected_drafts``; None if nobody watches."""
-        seen = state.seen.get(OUTLOOK)
-        return None if seen is None else np.asarray(seen.value, np.float64)
 
     def _generate(self, k, state, stop, max_rounds, min_active=1):
         system = self._systems[k]

@@ -82,6 +82,14 @@ def test_a_tree_deeper_than_a_block_is_refused_where_it_is_made():
         SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), config)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "treeflash"])
+def test_a_head_without_a_confidence_refuses_to_stop_by_it(kind):
+    config = SpeculativeConfig(kind, 2, confidence_threshold=0.4)
+    with pytest.raises(ConfigError, match=f"confidence_threshold is 0.4; this '{kind}' head"):
+        SpeculativeDecoder(TARGET, head_of(HEADS[kind]), config)
+
+
+
 @pytest.mark.exhaustive
 def test_where_all_candidates_are_banned_others_are_drafted():
     """Drafts come from the block's own scores then, and the texts do not end."""
