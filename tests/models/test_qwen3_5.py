@@ -210,13 +210,6 @@ def test_a_config_that_is_not_read_is_refused_by_name(changes, message):
         Qwen35Config.from_hf(config.to_hf() | changes)
 
 
-def test_a_relative_is_refused_and_the_nearest_named(tmp_path):
-    hf = {"model_type": "qwen4_exp", "text_config": {**QWEN35.to_hf(), "num_experts": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(ConfigError, match="'qwen4_exp' is not supported.*family is qwen3_next"):
-        spec_jax.load_model(tmp_path)
-
-
 def test_the_layer_of_a_module_is_attention_whatever_the_target_ends_with():
     config = dataclasses.replace(QWEN35, layer_types=("full_attention", "linear_attention"))
     assert MtpConfig.of_target(config).layer == module_layer(QWEN35)

@@ -7,7 +7,6 @@ it by the class of a config, or by the ``model_type`` of a config.json.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import pathlib
 import types
@@ -17,16 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import check_stop_tokens, shown
 from spec_jax.models.config import RopeConfig
-from spec_jax.models.families import nearest
 from spec_jax.models.files import check_not_quantised, naming, read_json
 from spec_jax.models.float8 import has_blocks
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import open_tensors
 
 
 class AnyConfig(Protocol):
@@ -206,7 +203,10 @@ def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
     known = ", ".join(sorted(name for family in families for name in family.model_types))
     what = "MTP modules with layers of model_type" if for_modules else "model_type"
     verb = "are" if for_modules else "is"
-    raise ConfigError(f"{what} {shown(model_type)} {verb} not supported; known: {known}")
+    raise ConfigError(
+        f"{what} {shown(model_type)} {verb} not supported; known: {known}; "
+        "docs/write_a_family.md says how to add one"
+    )
 
 
 def read_config(directory: str | pathlib.Path) -> AnyConfig:
@@ -217,9 +217,9 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
 
     Raises:
       WeightsError: there is no config.json, or a file cannot be read.
-      ConfigError: the family is not supported (the nearest one and what is missing are named), the
-        weights are quantised in a way that is not read, or a value has a wrong type or means
-        nothing; the message names the file, the key and the value.
+      ConfigError: the family is not supported, the weights are quantised in a way that is not read,
+        or a value has a wrong type or means nothing; the message names the file, the key and the
+        value.
     """
     directory = pathlib.Path(directory)
     file, generation = directory / "config.json", directory / "generation_config.json"
@@ -229,25 +229,8 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
     with naming(generation):
         check_stop_tokens(generated, hf.get("vocab_size"))
     with naming(file):
-        family = _family_of(hf, directory)
+        family = family_of_type(hf.get("model_type"))
         check_stop_tokens(hf.get("eos_token_id"), hf.get("vocab_size"))
         if generated is not None:
             hf["eos_token_id"] = generated
         return family.config.from_hf(hf)
-
-
-def _family_of(hf: dict[str, Any], directory: pathlib.Path) -> Family:
-    """The family of a directory with this config.json; an error says which one is nearest."""
-    try:
-        return family_of_type(hf.get("model_type"))
-    except ConfigError as error:
-        if not isinstance(hf.get("model_type"), str):
-            raise
-        with contextlib.ExitStack() as stack:
-            try:
-                names = open_tensors(directory, stack).left
-            except WeightsError:  # there are none, or they are damaged
-                names = ()
-            families = [family for family in _FAMILIES.values() if family.outer_table]
-            why = nearest.explain(hf, names, families)
-        raise ConfigError(f"{error}. {why}") from None

@@ -89,7 +89,6 @@ def test_a_head_without_a_confidence_refuses_to_stop_by_it(kind):
         SpeculativeDecoder(TARGET, head_of(HEADS[kind]), config)
 
 
-
 @pytest.mark.exhaustive
 def test_where_all_candidates_are_banned_others_are_drafted():
     """Drafts come from the block's own scores then, and the texts do not end."""
