@@ -55,7 +55,7 @@ class Panels(NamedTuple):
 
 LARGE = 1 << 19  # elements; a larger matrix is read from memory, others from a cache
 # The first line that fits counts; without one, matrices stay whole and apart. What each line was
-# measured to gain is in docs/measurements.md, "Layouts on a CPU".
+# measured to gain is in docs/measurements.md.
 TABLE = (
     Panels((0, 12), "float32", (1, 1), False, (32, 16)),
     Panels((0, 12), "float32", (2, 32), False, (64, 32, 16)),
