@@ -373,14 +373,16 @@ def as_target(
     Args:
       loaded: from ``spec_jax.load_model``.
       sampler: how its tokens are drawn; greedy by default.
-      prompt_length: tokens that are the prompt; only presence and frequency penalties need it.
+      prompt_length: tokens that are the prompt; only presence and frequency penalties and
+        processors need it.
 
     Raises:
-      SpeculativeError: such a penalty without ``prompt_length``.
+      SpeculativeError: such a penalty or a processor without ``prompt_length``.
     """
-    if prompt_length is None and (sampler.presence_penalty or sampler.frequency_penalty):
+    penalises = sampler.presence_penalty or sampler.frequency_penalty
+    if prompt_length is None and (penalises or sampler.processors):
         raise SpeculativeError(
-            ErrorKind.CONFIG, "penalties on presence and frequency need prompt_length"
+            ErrorKind.CONFIG, "presence and frequency penalties and processors need prompt_length"
         )
     return _Loaded(loaded, sampler, prompt_length or 0)
 

@@ -316,9 +316,12 @@ def test_a_loaded_model_gives_the_sampled_distributions():
         logits = testing.oracles.toy_logits(target.params, history[: 3 + i])
         expected = testing.reference_distribution(logits, sampler, (0, 1), history[2 : 3 + i])
         np.testing.assert_allclose(np.exp(row), expected, atol=1e-12)
-    with pytest.raises(SpeculativeError, match="prompt_length") as error:
-        as_draft(target, sampler)
-    assert error.value.kind is ErrorKind.CONFIG
+    processor = spec_jax.Processor("any", *(lambda *args: args,) * 3)
+    for make in (as_draft, as_target):
+        for needy in (sampler, spec_jax.SamplerConfig(processors=(processor,))):
+            with pytest.raises(SpeculativeError, match="prompt_length") as error:
+                make(target, needy)
+            assert error.value.kind is ErrorKind.CONFIG
     short = dataclasses.replace(target, model=testing.toy_model(4, max_length=3))
     with pytest.raises(SpeculativeError, match="4 tokens are more than the 3 of mock-1") as error:
         as_target(short).verify((0, 1), (2, 3))
