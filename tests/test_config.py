@@ -21,10 +21,15 @@ from spec_jax.config import (
 from spec_jax.errors import ConfigError, SpecJaxError
 
 NAN, INF = float("nan"), float("inf")
-INVALID_FIELDS = dict(temperature=[-0.1, NAN, INF, "0.5", None, True], top_k=[-1, 1.5, True])
-INVALID_FIELDS |= dict(top_p=[0.0, 1.01], min_p=[-0.1, 1.1], repetition_penalty=[0.0])
-INVALID_FIELDS |= dict(presence_penalty=[INF], frequency_penalty=[NAN], seed=[-1, 2**32, 1.0])
-INVALID_FIELDS |= dict(logit_bias=[((-1, 1.0),), ((0, INF),), ((0, NAN),), (("a", 1.0),)])
+INVALID_FIELDS = dict(temperature=[-0.1, NAN, INF, 2e20, "0.5", None, True])
+INVALID_FIELDS |= dict(top_k=[-1, 1.5, True])
+INVALID_FIELDS |= dict(top_p=[0.0, 1.01], min_p=[-0.1, 1.1])
+INVALID_FIELDS |= dict(repetition_penalty=[0.0, 1e-39, 9e-11, 1.1e10])
+INVALID_FIELDS |= dict(presence_penalty=[INF, 2e20], frequency_penalty=[NAN, -2e20])
+INVALID_FIELDS |= dict(seed=[-1, 2**32, 1.0])
+INVALID_FIELDS |= dict(
+    logit_bias=[((-1, 1.0),), ((0, INF),), ((0, NAN),), ((3, 3e38),), (("a", 1.0),)]
+)
 
 
 @pytest.mark.parametrize("name", INVALID_FIELDS)
@@ -38,6 +43,9 @@ def test_the_edges_of_every_sampler_range_are_allowed():
     SamplerConfig(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
     SamplerConfig(temperature=1e-6, top_k=10**6, top_p=1e-6, min_p=1.0, seed=2**32 - 1)
     SamplerConfig(repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0)
+    SamplerConfig(repetition_penalty=1e10, presence_penalty=1e20, frequency_penalty=-1e20)
+    bias = SamplerConfig(temperature=1e20, logit_bias={0: 1e20, 1: -1e20, 2: -2e20}).logit_bias
+    assert bias == ((0, 1e20), (1, -1e20), (2, -INF))
 
 
 def test_logit_bias_may_be_a_mapping_or_pairs_and_is_hashable():

@@ -10,7 +10,7 @@ from typing import Any
 from spec_jax.errors import ConfigError, did_you_mean
 
 _INT32_MAX = 2**31 - 1
-FLOAT32_MAX = 3.4e38
+_FLOAT32_MAX = 3.4e38
 
 
 def check(ok: bool, name: str, value: Any, expected: str) -> None:
@@ -75,7 +75,7 @@ def is_number(value: Any) -> bool:
 
 def is_finite(value: Any) -> bool:
     """Whether the value is a number that float32 can hold."""
-    return is_number(value) and abs(value) <= FLOAT32_MAX
+    return is_number(value) and abs(value) <= _FLOAT32_MAX
 
 
 def is_probability(value: Any) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.config.checks import FLOAT32_MAX, check, is_finite, is_integer, is_number
+from spec_jax.config.checks import check, is_integer, is_number
 from spec_jax.config.read import ConfigRecord
 from spec_jax.errors import ConfigError
 from spec_jax.show.summary import short_repr
 
 GREEDY_BELOW = 1e-5  # a lower temperature means argmax; it is never divided by
+_LARGEST = 1e20  # sums of such values, times 1e10 and over 1e-5, are finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +26,17 @@ class SamplerConfig(ConfigRecord):
     transformers has the processor, the result is transformers'.
 
     Attributes:
-      temperature: 0 means argmax, and so does anything below 1e-5.
+      temperature: 0 means argmax, and so does anything below 1e-5; at most 1e20.
       top_k: keep the k largest; 0 keeps all.
       top_p: keep the smallest set whose mass reaches p; 1 keeps all.
       min_p: drop tokens less likely than ``min_p`` times the likeliest; 0 keeps all.
       repetition_penalty: divides positive logits and multiplies negative ones of tokens in
-        the prompt or the output; 1 is off.
-      presence_penalty: subtracted once from tokens in the output.
-      frequency_penalty: subtracted once for each time a token is in the output.
-      logit_bias: added to the logits of these token ids; -inf forbids one.
+        the prompt or the output; 1 is off. Between 1e-10 and 1e10.
+      presence_penalty: subtracted once from tokens in the output; between -1e20 and 1e20.
+      frequency_penalty: subtracted once for each time a token is in the output; between -1e20
+        and 1e20.
+      logit_bias: added to the logits of these token ids, at most 1e20; -inf, or anything below
+        -1e20, forbids one.
       processors: ``spec_jax.Processor``s of your own, applied in this order.
       seed: one config for a whole batch seeds row i with ``seed + i``; in a list of configs
         each row has its own.
@@ -62,12 +66,15 @@ class SamplerConfig(ConfigRecord):
             "frequency_penalty",
         ):
             value = getattr(self, name)
-            check(is_finite(value), name, value, "a finite number")
+            is_fit = is_number(value) and abs(value) <= _LARGEST
+            check(is_fit, name, value, f"a number of magnitude up to {_LARGEST:g}")
         check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
         check(is_integer(self.top_k), "top_k", self.top_k, "an integer of 0 or more")
         check(1e-30 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        is_fit = 1e-10 <= self.repetition_penalty <= 1e10
+        expected = "a number in [1e-10, 1e10]"
+        check(is_fit, "repetition_penalty", self.repetition_penalty, expected)
         is_processor = lambda x: all(callable(getattr(x, n, None)) for n in ("init", "advance"))
         is_tuple = isinstance(self.processors, tuple) and not is_processor(self.processors)
         are_processors = is_tuple and all(map(is_processor, self.processors))
@@ -79,7 +86,7 @@ class SamplerConfig(ConfigRecord):
 
 def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """Sorted (token id, bias) pairs of a mapping or of pairs; JSON's string ids are taken."""
-    expected = "pairs of a token id of 0 or more and a number or -inf"
+    expected = f"pairs of a token id of 0 or more and a number of at most {_LARGEST:g}, or -inf"
     try:
         pairs = [
             (int(t) if isinstance(t, str) else t, v)
@@ -88,6 +95,7 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise ConfigError(f"logit_bias is {bias!r}; expected {expected}") from None
     for token, value in pairs:
-        is_pair = is_integer(token) and is_number(value) and value <= FLOAT32_MAX
+        is_pair = is_integer(token) and is_number(value) and value <= _LARGEST
         check(is_pair, "logit_bias", (token, value), expected)
-    return tuple(sorted((token, float(value)) for token, value in pairs))
+    value_or_ban = lambda value: float(value) if value >= -_LARGEST else -math.inf
+    return tuple(sorted((token, value_or_ban(value)) for token, value in pairs))
