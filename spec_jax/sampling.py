@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import operator
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ class Filters:
 
     top_k: jax.Array  # i32[B], 0 is off
     top_p: jax.Array  # f32[B]
-    min_p: jax.Array  # f32[B]
+    log_min_p: jax.Array  # f32[B], -inf is off
 
 
 @flax.struct.dataclass
@@ -190,13 +191,20 @@ def make_sampler(
     if len(configs) != batch:
         raise ConfigError(f"{len(configs)} sampler configs for {batch} rows; expected one each")
     seeds = _seed_column(own_seeds if seeds is None else seeds, batch)
-    column = lambda name, dtype=jnp.float32: jnp.asarray([getattr(c, name) for c in configs], dtype)
     warm = [c for c in configs if c.temperature >= GREEDY_BELOW]  # no filter changes an argmax
     has_filters = any(c.top_k > 0 or c.top_p < 1 or c.min_p > 0 for c in warm)
-    filters = Filters(column("top_k", jnp.int32), column("top_p"), column("min_p"))
+    column = lambda values, dtype=jnp.float32: jnp.asarray(list(values), dtype)
+    # Both in float64: float32 rounds some temperatures up to GREEDY_BELOW, and small min_p to 0.
+    temperatures = (c.temperature if c.temperature >= GREEDY_BELOW else 0.0 for c in configs)
+    log_min_p = (math.log(c.min_p) if c.min_p > 0 else -math.inf for c in configs)
+    filters = Filters(
+        top_k=column((c.top_k for c in configs), jnp.int32),
+        top_p=column(c.top_p for c in configs),
+        log_min_p=column(log_min_p),
+    )
     return Sampler(
         seed=seeds,
-        temperature=column("temperature") if warm else None,
+        temperature=column(temperatures) if warm else None,
         processors=from_configs(configs, vocab_size),
         filters=filters if has_filters else None,
     )
@@ -230,7 +238,8 @@ def process(
     """Applies a row's sampling parameters to the logits of T nodes.
 
     A node sees the row's tokens and the drafts on its way from the root. Source: the logits
-    processors of transformers; ties at a threshold are all kept.
+    processors of transformers. Top-k and min-p keep all tokens that tie at their threshold, and
+    top-p as many as it needs, those of the lowest ids.
 
     Args:
       logits: f32[B,T,V].
@@ -273,40 +282,59 @@ def _process(logits, sampler, drafted, is_before, *, is_argmax):
     x = x / jnp.where(is_greedy, 1.0, sampler.temperature)[:, None, None]
     if sampler.filters is not None:
         with jax.named_scope("filters"):
+            x = jnp.where(x == 0, 0.0, x)  # sorting would tell -0.0 from 0.0
             # Without the barrier XLA may compute x twice, rounded otherwise, and drop all tokens.
             x = jax.lax.optimization_barrier(x)
-            # Written so that NaN stays NaN: it stops its row, with a reason.
-            x = jnp.where(x < _threshold(x, sampler.filters)[:, :, None], -jnp.inf, x)
+            x = jnp.where(_is_dropped(x, sampler.filters), -jnp.inf, x)
     rows = is_greedy[:, None, None]
     return jax.lax.cond(is_greedy.any(), lambda: jnp.where(rows, point(), x), lambda: x)
 
 
-def _threshold(x_BTV, filters: Filters):
-    """Returns f32[B,T], the smallest logit that top-k, then top-p, then min-p keep."""
+def _is_dropped(x_BTV, filters: Filters):
+    """Returns bool[B,T,V], the logits that top-k, then top-p, then min-p drop; never a NaN.
+
+    Top-k and min-p keep what reaches a threshold, and top-p the logits up to one of them: of those
+    that equal it, the ones that come before it.
+    """
     V = x_BTV.shape[-1]
     best = x_BTV.max(axis=-1, keepdims=True)
-    threshold, is_enough = _of_largest(x_BTV, best, filters, min(V, _NARROW))
+    kept, is_enough = _of_largest(x_BTV, best, filters, min(V, _NARROW))
     if V > _NARROW:
         of_all = lambda: _of_largest(x_BTV, best, filters, V)[0]
-        threshold = jax.lax.cond(is_enough, lambda: threshold, of_all)
-    min_p = filters.min_p[:, None]
-    floor = jnp.where(min_p > 0, best[..., 0] + jnp.log(min_p), -jnp.inf)
-    return jnp.maximum(threshold[..., 0], floor)
+        kept = jax.lax.cond(is_enough, lambda: kept, of_all)
+    kth, nucleus, last_id = kept
+    floor = jnp.maximum(kth, best + filters.log_min_p[:, None, None])
+    is_later = (x_BTV == nucleus) & (jnp.arange(V) > last_id)
+    return (x_BTV < jnp.maximum(floor, nucleus)) | is_later
 
 
 def _of_largest(x_BTV, best, filters: Filters, width: int):
-    """Returns f32[B,T,1], what top-k and top-p keep of the ``width`` largest; are those enough?"""
+    """Finds what top-k and top-p keep of the ``width`` largest logits.
+
+    Returns:
+      The smallest logit that top-k keeps, the last one that top-p keeps and its id (each
+      [B,T,1]), and whether the ``width`` largest are enough.
+    """
     V = x_BTV.shape[-1]
     top_k = jnp.where(filters.top_k == 0, V, jnp.minimum(filters.top_k, V))[:, None, None]
     top_p = filters.top_p[:, None, None]
-    top, _ = jax.lax.top_k(x_BTV, width)
+    top, ids = jax.lax.top_k(x_BTV, width)  # equal logits in the order of their ids
     kth = jnp.where(top_k < V, _kept_by_top_k(top, top_k), -jnp.inf)
     mass = jnp.where(x_BTV >= kth, jnp.exp(x_BTV - best), 0.0).sum(axis=-1, keepdims=True)
     prob = jnp.where(top >= kth, jnp.exp(top - best) / mass, 0.0)
-    nucleus = jnp.where(top_p < 1, _kept_by_top_p(top, kth, prob, top_p), -jnp.inf)
+    last = _last_of_top_p(top, kth, prob, top_p)
+    nucleus = jnp.where(top_p < 1, jnp.take_along_axis(top, last, axis=-1), -jnp.inf)
+    if width < V:
+        last_id = jnp.take_along_axis(ids, last, axis=-1)
+    else:  # to sort the ids too takes half as long again as to count
+        num_ties = last + 1 - (top > nucleus).sum(axis=-1, keepdims=True)
+        nth = jnp.cumsum(x_BTV == nucleus, axis=-1)
+        last_id = (nth < num_ties).sum(axis=-1, keepdims=True)
     has_k = (top_k <= width) | (top_k == V)
-    has_p = (top_p >= 1) | (top_k <= width) | (prob.sum(axis=-1, keepdims=True) >= top_p)
-    return jnp.maximum(kth, nucleus), (has_k & has_p).all()
+    # Not top[..., -1:]: because of a second slice XLA would sort all V for the narrow width too.
+    has_p = (top_p >= 1) | (top.min(axis=-1, keepdims=True) < kth)
+    has_p |= prob.sum(axis=-1, keepdims=True) >= top_p
+    return (kth, nucleus, last_id), (has_k & has_p).all()
 
 
 def _kept_by_top_k(top, top_k):
@@ -315,11 +343,11 @@ def _kept_by_top_k(top, top_k):
     return jnp.take_along_axis(top, jnp.broadcast_to(index, (*top.shape[:2], 1)), axis=2)
 
 
-def _kept_by_top_p(top, kth, prob, top_p):
-    """The smallest of logits in descending order before which less than ``top_p`` lies."""
+def _last_of_top_p(top, kth, prob, top_p):
+    """The index of the last of logits in descending order before which less than ``top_p`` lies."""
     above = jnp.cumsum(prob, axis=-1) - prob
     is_kept = (top >= kth) & (above < top_p)
-    return jnp.where(is_kept, top, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(is_kept, jnp.arange(top.shape[-1]), 0).max(axis=-1, keepdims=True)
 
 
 def argmax(x: jax.Array) -> jax.Array:

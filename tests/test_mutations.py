@@ -255,7 +255,7 @@ MUTATIONS = mutants.read("""
         sampling._process: jax.lax.optimization_barrier(x_) -> x_
         test_filters_keep_a_token_however_the_compiler_rounds
     * the nucleus is a token short
-        _kept_by_top_p: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
+        _last_of_top_p: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     * a node's processor follows drafts of other paths
         by_token: jnp.where(is_taken, new, old) -> new

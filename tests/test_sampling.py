@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.sampling import processed as oracle
+from oracles.sampling import processed_row
 from scipy import stats
 
-from spec_jax.config import SamplerConfig
+from spec_jax import testing
+from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
 from spec_jax.processors import TokenCounts
 from spec_jax.sampling import (
+    _is_dropped,
     _one_by_one,
     argmax,
     draft_samplers,
@@ -162,16 +166,92 @@ def test_large_vocabularies_take_the_narrow_and_the_wide_path(names):
         assert (WIDE_CASES[name][1] <= kept[row]).all() and (kept[row] <= WIDE_CASES[name][2]).all()
 
 
-@pytest.mark.parametrize("vocab", [V, WIDE])
-@pytest.mark.parametrize(
-    "filters", [dict(top_k=3), dict(top_p=0.5), dict(min_p=1.0), dict(top_k=2, top_p=0.3)], ids=str
-)
-def test_ties_at_the_threshold_are_all_kept(vocab, filters):
-    logits = np.zeros((1, 1, vocab), np.float32)
-    logits[0, 0, ::7] = 5.0  # all of the best tie
-    sampler = make_sampler(SamplerConfig(temperature=1.0, **filters), 1, vocab)
-    x = np.asarray(run(logits, sampler))[0, 0]
-    np.testing.assert_array_equal(np.flatnonzero(x > -INF), np.arange(0, vocab, 7))
+TOP_KS = {
+    "few": [1, 2, 9, 40],  # with their ties fewer than are found without sorting everything
+    "few without ties": [9, 127],
+    "any": [0, 0, 1, 2, 9, 40, 127, 128, 129, 200],
+}
+
+
+def tied(vocab, seed, top_ks, rows=48):
+    """Configs and logits of few values, such as bfloat16 has, so that thresholds hit ties."""
+    draw = np.random.default_rng(seed)
+    values, frequencies = [-3.0, -1.5, -0.0, 0.0, 0.5, 1.25], [0.4, 0.3, 0.1, 0.1, 0.05, 0.05]
+    logits = draw.choice(values, (rows, 2, vocab), p=frequencies)
+    logits[::3] = draw.normal(size=logits[::3].shape).astype(jnp.bfloat16)
+    logits[1] = -np.arange(vocab)
+    choose = lambda values: draw.choice(values, rows).tolist()
+    columns = dict(
+        temperature=choose([0.5, 0.8, 2.0]),
+        top_k=choose(TOP_KS[top_ks]),
+        top_p=choose([1.0, 0.05, 0.3, 0.52, 0.77, 0.93, 0.99]),
+        min_p=choose([0.0, 0.0, 0.013, 0.17, 0.9]),
+    )
+    configs = [SamplerConfig(**dict(zip(columns, row))) for row in zip(*columns.values())]
+    logits[2, :, 12:] = logits[2, :, :12:2] = -INF  # six are left: 1, 3, ...
+    logits[2, :, 1:12:2] = 1.0
+    configs[1] = SamplerConfig(temperature=1.0, min_p=1e-40)  # below what float32 has
+    configs[2] = SamplerConfig(temperature=1.0, top_p=0.5)
+    configs[4] = SamplerConfig(temperature=2.0, top_p=0.98, top_k=max(TOP_KS[top_ks]))
+    return configs, logits.astype(np.float32)
+
+
+def check_ties(vocab, seed, top_ks):
+    """Every set of a clear margin is the oracle's, and has the reference's distribution."""
+    configs, logits = tied(vocab, seed, top_ks)
+    x = np.asarray(run(logits, make_sampler(configs, len(configs), vocab)))
+    num_checked = 0
+    for config, row, ours in zip(configs, logits, x):
+        for node, kept in zip(row, ours > -INF):
+            expected, margin = processed_row(node, config, (), ())
+            if margin > 1e-5:
+                np.testing.assert_array_equal(kept, expected > -INF)
+                dist = testing.reference_distribution(node, config, (), ())
+                np.testing.assert_array_equal(kept, dist > 0)
+                num_checked += 1
+    assert num_checked > 1.5 * len(configs)
+    return x
+
+
+@pytest.mark.parametrize(("vocab", "top_ks"), [(V, "any"), *((WIDE, x) for x in TOP_KS)])
+def test_top_p_keeps_the_smallest_set_and_other_filters_all_ties(vocab, top_ks):
+    x = check_ties(vocab, vocab, top_ks)
+    np.testing.assert_array_equal(np.flatnonzero(x[2, 0] > -INF), [1, 3, 5])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("vocab", [12, 128, 129, 1000])
+def test_tied_logits_of_many_seeds_are_filtered_as_by_the_oracle(vocab):
+    for seed, top_ks in itertools.product(range(10), TOP_KS):
+        check_ties(vocab, seed, top_ks)
+
+
+def test_the_narrow_width_is_not_found_by_sorting_everything():
+    """XLA sorts if the values are sliced again; on a CPU that takes twenty times as long."""
+    sampler = make_sampler(EACH["all"], 1, WIDE)
+    program = jax.jit(_is_dropped).lower(jnp.zeros((1, 2, WIDE)), sampler.filters).compile()
+    lines = program.as_text().splitlines()
+    assert sum("TopK" in line for line in lines) == sum(" sort(" in line for line in lines) == 1
+
+
+EXTREMES = dict(temperature=[1e-5, 0.5, 1e20], repetition_penalty=[1e-10, 1.0, 1e10])
+EXTREMES |= dict(presence_penalty=[-1e20, 1e20], frequency_penalty=[-1e20, 1e20])
+EXTREMES |= dict(logit_bias=[{1: 1e20}, {1: -1e20}, {1: -3e38}], top_p=[1e-29], min_p=[1e-300])
+
+
+def test_the_extremes_of_every_parameter_overflow_nothing():
+    rows = itertools.product(*EXTREMES.values())
+    configs = [SamplerConfig(**dict(zip(EXTREMES, row))) for row in rows]
+    logits = np.tile(np.float32([-100, 100, 0, 7]), (len(configs), 1, 1))
+    texts = [[*range(4)]] * len(configs), [[0, 1, 1]] * len(configs)
+    x = run(logits, after(make_sampler(configs, len(configs), 4), *texts, 4))
+    assert not np.isnan(x).any() and np.isfinite(x.max(axis=-1)).all()
+
+
+def test_a_temperature_is_greedy_whatever_float32_makes_of_it():
+    below = float(np.nextafter(GREEDY_BELOW, 0))
+    rows = [SamplerConfig(temperature=x) for x in (below, GREEDY_BELOW, 1.0)]
+    assert make_sampler(rows, 3, V).is_greedy.tolist() == [True, False, False]
 
 
 NUMBERS = dict(allow_nan=False, width=32)

@@ -23,12 +23,14 @@ class SamplerConfig(ConfigRecord):
 
     Applied in this order: logit bias, repetition penalty (over prompt and output), presence
     and frequency penalties (over the output), processors, temperature, top-k, top-p, min-p. Where
-    transformers has the processor, the result is transformers'.
+    transformers has the processor, the result is transformers', except that it leaves undefined
+    which of several tied tokens top-p keeps.
 
     Attributes:
       temperature: 0 means argmax, and so does anything below 1e-5; at most 1e20.
-      top_k: keep the k largest; 0 keeps all.
-      top_p: keep the smallest set whose mass reaches p; 1 keeps all.
+      top_k: keep the k largest, and all that tie with the k-th; 0 keeps all.
+      top_p: keep the smallest set whose mass reaches p, of tied tokens those of the lowest ids; 1
+        keeps all.
       min_p: drop tokens less likely than ``min_p`` times the likeliest; 0 keeps all.
       repetition_penalty: divides positive logits and multiplies negative ones of tokens in
         the prompt or the output; 1 is off. Between 1e-10 and 1e10.

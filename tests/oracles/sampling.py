@@ -37,11 +37,11 @@ def processed_row(logits, config, prompt, output):
             margins.append(np.inf if order[k] == order[k - 1] else order[k - 1] - order[k])
         x = np.where(x < order[k - 1], -np.inf, x)
     if config.top_p < 1:
-        order = np.sort(x)[::-1]
-        mass = np.cumsum(np.exp(order - order[0]) / np.exp(order - order[0]).sum())
+        order = np.lexsort((np.arange(len(x)), -x))  # ties by their ids
+        mass = np.cumsum(np.exp(x[order] - x.max()) / np.exp(x - x.max()).sum())
         n = int(np.argmax(mass >= config.top_p)) + 1  # the fewest that reach p
         margins += list(np.abs(mass - config.top_p))
-        x = np.where(x < order[n - 1], -np.inf, x)
+        x[order[n:]] = -np.inf
     if config.min_p > 0:
         above = x - x.max() - np.log(config.min_p)
         margins += list(np.abs(above[np.isfinite(above)]))

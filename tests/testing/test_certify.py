@@ -240,8 +240,6 @@ def test_a_drafter_that_reads_its_place_in_the_batch_is_caught():
 
 @pytest.mark.exhaustive
 def test_top_p_before_temperature_is_caught(monkeypatch):
-    threshold = sampling._threshold
-
     def process(logits, sampler, drafted, is_before, *, is_argmax):
         """As ``sampling._process``, but the filters see the logits before the temperature."""
         warm = sampler.replace(filters=None)
@@ -250,8 +248,7 @@ def test_top_p_before_temperature_is_caught(monkeypatch):
             return x
         t = jnp.where(sampler.is_greedy, 1.0, sampler.temperature)[:, None, None]
         before = jax.lax.optimization_barrier(x * t)
-        is_dropped = before < threshold(before, sampler.filters)[:, :, None]
-        return jnp.where(is_dropped, -jnp.inf, x)
+        return jnp.where(sampling._is_dropped(before, sampler.filters), -jnp.inf, x)
 
     honest = sampling._process
     monkeypatch.setattr(sampling, "_process", process)
