@@ -211,8 +211,9 @@ class Context(NamedTuple):
       tokens: i32[B,M], prompt and output so far, left-aligned. ``tokens[b, length[b]]`` is the
         pending token.
       length: i32[B], tokens fed to the target.
-      sampler: the draft's sampling parameters, by row, with the state of its processors.
-      request: u32[B], the target's seed of each row.
+      sampler: the draft's sampling parameters, by row, with the state of its processors. Its seed
+        is the request's, with the draft sampler's own seed folded in: key the drafts by it.
+      request: u32[B], the target's seed of each row, for noise that drafts share with the rule.
       is_coupled: drafts should be drawn with the rule's own noise.
       has_probs: the rule reads ``Proposal.probs``.
       has_logits: the rule reads ``Proposal.logits``.

@@ -390,6 +390,9 @@ def as_target(
 def as_draft(
     loaded: LoadedModel, sampler: SamplerConfig = SamplerConfig(), prompt_length: int | None = None
 ) -> DraftModel:
-    """A loaded model as a draft; see ``as_target``. The sampler's seed seeds its draws."""
+    """A loaded model as a draft; see ``as_target``.
+
+    The sampler's seed seeds its draws, so a decoder with another seed needs a draft with another.
+    """
     model = as_target(loaded, sampler, prompt_length)
     return FunctionDraft(model.distribution, generator(sampler.seed, "draft"))

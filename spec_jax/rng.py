@@ -5,6 +5,10 @@ slot or by the batch: by (request, purpose, position) for the match rule and pla
 by (request, purpose, start of the round, node) for every other rule. A request is its seed.
 Keys are threefry keys, whose draws do not depend on how they are batched.
 
+Drafts are keyed by the request too. If they were keyed by the draft sampler's seed alone, many
+requests would share them, and over these requests the output would not have the target's
+distribution. So ``draft_seeds`` folds that seed into the request's.
+
 Where drafts, or K, depend on earlier outputs, the noise of the acceptance rule must be independent
 of the noise that produced those outputs, even if two requests have the same seed. So everything
 that learns counts its updates, and the counts that a row has read so far enter its keys. A round
@@ -70,6 +74,24 @@ def _fold_in_counts(key: jax.Array, counts: jax.Array) -> jax.Array:
         number = counts[source] * len(counts) + source  # no two sources share a number
         key = jnp.where(counts[source] > 0, jax.random.fold_in(key, number), key)
     return key
+
+
+def draft_seeds(request: jax.Array, own: jax.Array) -> jax.Array:
+    """Returns the seed of each row's drafts, whose sampler may have a seed of its own.
+
+    No two requests with one draft sampler share it. A sampler with the request's own seed does not
+    change it.
+
+    Args:
+      request: u32[B], the target's seed.
+      own: u32[B], the draft sampler's.
+
+    Returns:
+      u32[B].
+    """
+    # Odd, so that this is one to one in the request for every ``own``. Also for samplers that
+    # differ no two seeds below 30,000 meet, as they may with other odd numbers.
+    return own + (request - own) * jnp.uint32(0x27D4EB2F)
 
 
 def gumbel(row_keys: jax.Array, size: int) -> jax.Array:

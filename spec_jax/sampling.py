@@ -165,6 +165,33 @@ def draft_samplers(
     return [draft_samplers(None, sampler, temperature) for sampler in samplers]
 
 
+def make_samplers(
+    samplers: Samplers,
+    drafts: Samplers | None,
+    batch: int,
+    vocab_size: int,
+    seeds: Sequence[int] | None = None,
+    draft_temperature: float | None = None,
+) -> tuple[Sampler, Sampler]:
+    """Lays the configs of target and draft out as arrays, see ``make_sampler``.
+
+    Args:
+      samplers: the target's.
+      drafts: how drafts are drawn; None: as the target's tokens, by ``draft_samplers``. A draft
+        sampler's seed is the same in every row: it is folded into the request's (see ``rng``).
+      batch: B.
+      vocab_size: V.
+      seeds: of the requests, one a row; None: the target samplers' own.
+      draft_temperature: the drafter's own, see ``draft_samplers``.
+    """
+    sampler = make_sampler(samplers, batch, vocab_size, seeds)
+    if not drafts:
+        drafts = draft_samplers(None, samplers, draft_temperature)
+        return sampler, make_sampler(drafts, batch, vocab_size, sampler.seed)
+    drafts = [drafts] * batch if isinstance(drafts, SamplerConfig) else drafts
+    return sampler, make_sampler(drafts, batch, vocab_size)
+
+
 def make_sampler(
     configs: Samplers, batch: int, vocab_size: int, seeds: Sequence[int] | jax.Array | None = None
 ) -> Sampler:

@@ -62,6 +62,12 @@ MUTATIONS = mutants.read("""
     * noise of the position before
         round_noise: rng.gumbel(keys(x_, start + 1 + i), v_) -> rng.gumbel(keys(x_, start + i), v_)
         test_match_emits_exactly_the_plain_stream_for_mixed_rows[ngram]
+    drafts are drawn with the draft sampler's seed alone
+        loop.init_state: rng.draft_seeds(x_, y_) -> y_
+        test_one_draft_sampler_draws_other_drafts_for_every_request
+    a draft sampler's seed is forgotten
+        loop.init_state: rng.draft_seeds(x_, y_) -> x_
+        test_one_draft_sampler_draws_other_drafts_for_every_request
     noise that made what was learned
         rng.keys: x_ if learned is None else y_ -> x_
         test_a_second_call_with_the_same_seed_matches_target_distribution[suffix]

@@ -87,6 +87,18 @@ def test_draws_are_the_same_on_every_version():
     np.testing.assert_allclose(rng.uniform(row, 3), [[0.9512737, 0.03796303, 0.8282163]], rtol=1e-6)
 
 
+def test_drafts_of_two_requests_never_have_one_seed():
+    far = np.random.default_rng(0).integers(2**32, size=2000).astype(np.uint32)
+    for own in (0, 7, 2**32 - 1):
+        seeds = rng.draft_seeds(jnp.asarray(far), jnp.full(far.shape, own, jnp.uint32))
+        assert len(np.unique(seeds)) == len(np.unique(far))
+    np.testing.assert_array_equal(rng.draft_seeds(SEEDS, SEEDS), SEEDS)
+    # Two seeds meet where their differences, times two odd numbers that differ by one, do.
+    at = lambda request, own: int(rng.draft_seeds(jnp.uint32(request), jnp.uint32(own)))
+    step = at(0, 1) * pow(at(1, 0), -1, 2**32) * np.arange(1, 30_000, dtype=np.uint64) % 2**32
+    assert np.minimum(step, 2**32 - step).min() >= 30_000
+
+
 def test_the_default_generator_does_not_matter():
     expected = rng.uniform(rng.keys(SEEDS, Purpose.ACCEPT, 5), 4)
     with jax.default_prng_impl("rbg"):

@@ -41,7 +41,8 @@ class SamplerConfig(ConfigRecord):
         -1e20, forbids one.
       processors: ``spec_jax.Processor``s of your own, applied in this order.
       seed: one config for a whole batch seeds row i with ``seed + i``; in a list of configs
-        each row has its own.
+        each row has its own. The seed of a draft sampler is folded into that of the row's target,
+        so one draft sampler draws other drafts for each row.
     """
 
     temperature: float = 0.0

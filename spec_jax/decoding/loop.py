@@ -56,7 +56,7 @@ def prefill(
       limit: i32[B], maximum tokens of prompt and output, above ``lengths``.
       stop_tokens: i32[B,X], -1 for none.
       sampler: the target's sampler.
-      draft_sampler: the draft's sampler.
+      draft_sampler: the draft's sampler, whose seed is folded into the target's (see ``rng``).
       system: target, drafter, rule and K.
       slots: S and M.
       samples: how many neighbouring rows share a prompt, which is fed to the target once.
@@ -225,6 +225,7 @@ def init_state(
     """Returns the state with each row's first token and without caches, and the tokens i32[B]."""
     (B, T), V = tokens.shape, logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]
+    draft_sampler = draft_sampler.replace(seed=rng.draft_seeds(sampler.seed, draft_sampler.seed))
     sampler, draft_sampler = (x.start(tokens, lengths, V) for x in (sampler, draft_sampler))
     processed = process(logits, sampler, is_argmax=is_argmax)[:, 0]
     if sampler.temperature is None:

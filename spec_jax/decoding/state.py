@@ -125,7 +125,7 @@ class DecodeState:
     target: Any  # the target's cache
     draft: Any  # the drafter's state
     sampler: Sampler
-    draft_sampler: Sampler
+    draft_sampler: Sampler  # its seed is that of the row's drafts, see ``rng.draft_seeds``
     seen: dict[str, Any] = flax.struct.field(default_factory=dict)  # by each observer's name
 
     def __repr__(self) -> str:

@@ -55,8 +55,8 @@ def host_drafter(
     Args:
       function: ``(prefix, k, seed)``. ``prefix`` is the row's prompt and output so far, the
         pending token last; ``k >= 1`` the number of drafts requested; ``seed`` an integer below
-        2**32 of the draft sampler's seed and the position, which depends neither on the batch
-        nor on the row's place in it. The function returns a list of at most k ids; or, with
+        2**32 of the row's seed, a draft sampler's and the position, which depends neither on the
+        batch nor on the row's place in it. The function returns a list of at most k ids; or, with
         ``is_sampled``, ids and f32[len(ids),V], the distributions that they were drawn from
         with noise made from ``seed``, such as ``np.random.default_rng(seed)``.
       is_sampled: the function returns distributions.

@@ -32,7 +32,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of
 from spec_jax.overlap import overlap
-from spec_jax.sampling import Samplers, check_samplers, draft_samplers, make_sampler
+from spec_jax.sampling import Samplers, check_samplers, make_samplers
 from spec_jax.show.summary import Shown
 
 
@@ -78,7 +78,6 @@ def start(
     if options.rounds_per_sync is not None:
         check_integer("rounds_per_sync", options.rounds_per_sync, 1)
     engine, B = parts.engine(samplers, (LOGPROBS,) if options.logprobs else ()), len(ids)
-    drafts = draft_samplers(drafts, samplers, parts.drafter.draft_temperature)
     V = engine.system.target.vocab_size
     limits = request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length)
     ends = target.stop_tokens if options.stop_tokens is None else options.stop_tokens
@@ -86,8 +85,7 @@ def start(
         engine.system,
         ids,
         limits,
-        make_sampler(samplers, B, V, options.seeds),
-        make_sampler(drafts, B, V, options.seeds),
+        *make_samplers(samplers, drafts, B, V, options.seeds, parts.drafter.draft_temperature),
         stop_tokens=ends,
         pad_to=options.pad_to,
         samples=samples,
@@ -378,8 +376,9 @@ class SpeculativeDecoder(Shown):
           stop: strings at which a row ends; the text is cut before them.
           stop_tokens: ids at which a row ends; by default the target's own.
           sampler: replaces the decoder's; one for all rows or a list with one per row.
-          draft_sampler: likewise.
-          seeds: one per row, for target and draft; by default the samplers' own, plus the row's
+          draft_sampler: likewise. Drafts are drawn anew for each seed of the target; the seed of a
+            draft sampler is folded into it, and is the same for all rows if one serves all of them.
+          seeds: one per row, in place of the target samplers' own; by default these, plus the row's
             index if one sampler serves all rows.
           on_token: called with text as it becomes final, after prefill and after each round:
             ``on_token(piece)``, for a batch ``on_token(row, piece)``. A piece never ends inside a

@@ -93,7 +93,8 @@ class DecodeQueue:
       stop_tokens: ids at which a row ends; by default the target's own.
       sampler: replaces the decoder's: one, or several that are used in turn; ``sampler_of`` returns
         the sampler and seed of a prompt.
-      draft_sampler: likewise.
+      draft_sampler: likewise; the seeds of draft samplers do not count up, since each is folded
+        into its prompt's.
       cancellation_token: ends the queue, in addition to the decoder's own token: no more prompts
         are pulled, and the running rows are yielded with their tokens so far and the finish_reason
         "cancelled". A prompt that is still being fed is dropped.
@@ -146,8 +147,9 @@ class DecodeQueue:
         self._slots = slots_for(system, self._longest, limit)
         vocab_size = system.target.vocab_size
         self._sampler = _in_turn(samplers, vocab_size)
+        is_own = bool(drafts)  # then its seed is folded into the request's, and does not count up
         drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
-        self._draft_sampler = _in_turn(drafts, vocab_size)
+        self._draft_sampler = _in_turn(drafts, vocab_size, counts_up=not is_own)
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
         self._cancellation = decoder.row_cancellation(cancellation_token, 1)
         self._is_empty, self._error = False, None
@@ -441,15 +443,22 @@ def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:
     return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
 
 
-def _in_turn(samplers: Samplers, vocab_size: int) -> Callable[[Sequence[int]], Sampler]:
-    """Returns a map from prompt indices to sampler rows, which share all compiled features."""
+def _in_turn(
+    samplers: Samplers, vocab_size: int, *, counts_up: bool = True
+) -> Callable[[Sequence[int]], Sampler]:
+    """Returns a map from prompt indices to sampler rows, which share all compiled features.
+
+    Seeds are those of ``sampler_of`` or, without ``counts_up``, the configs' own.
+    """
     configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
     table = jax.tree.map(np.asarray, make_sampler(configs, len(configs), vocab_size))
 
     def rows_of(indices: Sequence[int]) -> Sampler:
         turns = [index % len(configs) for index in indices]
-        seeds = [sampler_of(configs, index).seed for index in indices]
         rows = jax.tree.map(lambda column: jnp.asarray(column[turns]), table)
+        if not counts_up:
+            return rows
+        seeds = [sampler_of(configs, index).seed for index in indices]
         return rows.replace(seed=jnp.asarray(np.asarray(seeds, np.uint32)))
 
     return rows_of

@@ -21,6 +21,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.rules import batched, chain
 from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate import certify as certification
+from spec_jax.testing.certificate.forcing import DRAFT_SEED
 from spec_jax.testing.certificate.reported import first_drafts, force_all
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
@@ -236,6 +237,28 @@ def test_a_drafter_that_reads_its_place_in_the_batch_is_caught():
         return honest._replace(name="mutant", propose=propose)
 
     caught("in another place of the batch", drafter=make)
+
+
+@pytest.mark.exhaustive
+def test_drafts_that_requests_of_one_draft_sampler_share_are_caught():
+    """Its noise is keyed by the draft sampler's own seed, where there is one."""
+
+    def make(target):
+        honest = standalone(target.model)
+
+        def propose(params, state, context, num_draft):
+            seed = context.sampler.seed
+            shared = jnp.where(seed == context.request, seed, DRAFT_SEED)
+            context = context._replace(sampler=context.sampler.replace(seed=shared))
+            return honest.propose(params, state, context, num_draft)
+
+        return honest._replace(name="mutant", propose=propose)
+
+    rule = spec_jax.named.to_rule("residual")
+    run = certification._Run(rule, make, None, None, 1, 1e-6, 1e-6, 0, False, ())
+    run.rows = run.rows[:2]
+    with pytest.raises(CertificateError, match="chi-square.*measured in"):
+        run._loop(run.main)
 
 
 @pytest.mark.exhaustive

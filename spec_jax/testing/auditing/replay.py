@@ -21,7 +21,7 @@ from spec_jax.engine.request import make_request
 from spec_jax.loading import LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.models import transformer
-from spec_jax.sampling import Samplers, draft_samplers, make_sampler
+from spec_jax.sampling import Samplers, make_samplers
 from spec_jax.sharding import constrain_state, replicate
 
 _BUCKET = 64  # texts are padded to a multiple of it, so that they share programs
@@ -77,13 +77,11 @@ def replay(
     engine, B = decoder.engine(call.samplers), len(call.prompts)
     system, V = engine.system, engine.system.target.vocab_size
     temperature = decoder.system().drafter.draft_temperature
-    drafts = draft_samplers(decoder.draft_sampler, call.samplers, temperature)
     request = make_request(
         system,
         call.prompts,
         call.limits,
-        make_sampler(call.samplers, B, V),
-        make_sampler(drafts, B, V),
+        *make_samplers(call.samplers, decoder.draft_sampler, B, V, None, temperature),
         stop_tokens=call.stop_tokens,
         pad_to=call.pad_to,
     )

@@ -15,7 +15,7 @@ from spec_jax.contracts import Drafter, Model, Rule
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.certificate.enumeration import outcomes
-from spec_jax.testing.certificate.forcing import DraftDistribution
+from spec_jax.testing.certificate.forcing import DRAFT_SEED, DraftDistribution
 from spec_jax.testing.certificate.records import CertificateError
 from spec_jax.testing.mocks import ragged, toy_model, toy_params
 from spec_jax.testing.oracles import (
@@ -236,7 +236,7 @@ def certify_decoder(
             full(length + 1 + num_tokens),
             jnp.full((batch, 1), -1, jnp.int32),
             make_sampler(row.target, batch, V, seeds),
-            make_sampler(row.draft, batch, V, seeds),
+            make_sampler(row.draft, batch, V, [DRAFT_SEED] * batch),
             system=system,
             slots=slots,
         )

@@ -22,6 +22,7 @@ DraftDistribution = Callable[[Row, Sequence[int], Sequence[int]], np.ndarray]
 
 # XLA may compute in float32 what is written in bfloat16, and would hide what other devices do.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
+DRAFT_SEED = 7  # of the draft samplers of many rows, whose drafts must differ all the same
 FREE = -1  # a token that the enumeration does not force
 SMALLEST = 2.0**-126  # float32 above 0
 _HAIR = 3e-3  # by so much a draft outweighs the other tokens; a near tie is nearer

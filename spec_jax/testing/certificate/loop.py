@@ -15,7 +15,7 @@ from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.generation import find_raised
 from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.forcing import AS_WRITTEN, propose_afresh
+from spec_jax.testing.certificate.forcing import AS_WRITTEN, DRAFT_SEED, propose_afresh
 from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, short, where
 from spec_jax.testing.certificate.rounds import Difference
 from spec_jax.testing.oracles import (
@@ -61,11 +61,13 @@ class Loop:
         limit = lengths + 1 + self.num_tokens
         # Made of all rows, so that every batch has the same features and so the same program.
         sides = zip(*(row[1:] for row in self.rows))
+        seeds = jnp.asarray(seeds, jnp.uint32)
+        # Half of the rows have draft samplers with one seed; the others have none, so that among
+        # them neighbouring seeds draw drafts too.
+        draft_seeds = jnp.where(seeds // 128 % 2 == 0, seeds, DRAFT_SEED)
         samplers = [
-            jax.tree.map(lambda x: x[of], make_sampler(side, len(self.rows), V)).replace(
-                seed=jnp.asarray(seeds, jnp.uint32)
-            )
-            for side in sides
+            jax.tree.map(lambda x: x[of], make_sampler(side, len(self.rows), V)).replace(seed=own)
+            for side, own in zip(sides, (seeds, draft_seeds))
         ]
         return decoding.prefill(
             self.params,

@@ -17,6 +17,7 @@ from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Memory
 from spec_jax.sampling import make_sampler
+from spec_jax.testing.certificate.forcing import DRAFT_SEED
 from spec_jax.testing.certificate.records import CertificateError
 from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit, plain_distribution
 
@@ -102,7 +103,7 @@ def certify_memory(
             full(length + size),
             full(-1)[:, None],
             sampler,
-            sampler,
+            sampler.replace(seed=jnp.full_like(sampler.seed, DRAFT_SEED)),
             system=system,
             slots=length + size + system.lookahead_slots,
         )
