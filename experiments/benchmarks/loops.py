@@ -105,7 +105,9 @@ class GenerateTimer:
             for row, (first, end) in enumerate(zip(final.prompt_length, chunk.total)):
                 kept = slice(int(first), int(end))
                 self.tokens.append(tokens[row, kept].tolist())
-                rows.append(row_stats(kind[row, kept], offered[row, kept], self._system.depth))
+                record = (kind[row, kept], offered[row, kept])
+                finish = int(final.finish[row])
+                rows.append(row_stats(*record, self._system.depth, finish=finish))
         self.stats = functools.reduce(operator.add, rows, Stats())
         if self._is_round and num_rounds == 0:
             raise ValueError("no round was run: the states have no room for one")

@@ -124,6 +124,7 @@ _COUNTS = (
     "bonus",
     "rounds",
     "drafted_at",
+    "cut_at",
     "reached_at",
     "accepted_at",
     "lengths",

@@ -216,14 +216,14 @@ class Generation(Shown):
         return self.trace.plot(axes)
 
 
-def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int) -> Generation:
+def collect(record: decoding.Record, tracker: TextTracker, row: int, system: System) -> Generation:
     """Turns the record of one row into a ``Generation``.
 
     Args:
       record: of the row alone.
       tracker: has followed the row's text.
       row: its number there.
-      depth: maximum number of drafts that a round accepts.
+      system: what decoded it.
     """
     begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
     ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
@@ -248,7 +248,7 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, depth: int)
         text=text,
         tokens=tuple(ids[:n]),
         finish_reason=finish.name.lower(),
-        stats=row_stats(kind[kept], record.offered[kept], depth, expected),
+        stats=row_stats(kind[kept], record.offered[kept], system.depth, expected, finish=finish),
         trace=trace,
         logprobs=logprobs,
         seen=seen,

@@ -365,7 +365,7 @@ class DecodeQueue:
     def _collect(self, finished: tuple[_Request, decoding.Record]) -> tuple[int, Generation]:
         (index, ids), record = finished
         tracker = TextTracker(self._decoder.target.tokenizer, [ids])
-        generation = collect(jax.device_get(record), tracker, 0, self._engine.system.depth)
+        generation = collect(jax.device_get(record), tracker, 0, self._engine.system)
         self._engine.remember(generation.tokens)
         finish, system = Finish(int(record.finish)), self._engine.system
         raised = find_raised(finish, system, (*ids, *generation.tokens))

@@ -198,7 +198,7 @@ class Session:
         self._compile_s += timed.compile_s
         system = self._engine.system
         self._rows = [
-            collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system.depth)
+            collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system)
             for row in range(len(self._ending))
         ]
         times = Stats(

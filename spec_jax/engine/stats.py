@@ -10,7 +10,9 @@ Conventions.
              every token after the first is a bonus token.
   rounds     target passes after prefill that emitted a token of a row. A pass over a batch
              counts once for each active row.
-  drafted    drafts offered in those rounds, by position; a row may offer fewer than K.
+  drafted    drafts offered in those rounds, by position; a row may offer fewer than K. Those whose
+             place lies past the end that a limit, a stop token or a stop string sets to the row
+             are not drafted but ``cut``: none of them can be emitted, whatever the rule decides.
   reached    drafts whose predecessors were all accepted; the rule never looks at later ones.
   n1_fallbacks  rows decoded one token per pass although a draft was given, because the target
              cannot undo a rejected token. Rows under ``force_n1`` are not counted.
@@ -21,21 +23,24 @@ Conventions.
              timing of each K. It is not part of prefill_s, decode_s or any rate.
 
 The conditional acceptance at position i is accepted_i / reached_i; the unconditional one is
-accepted_i / drafted_i. Tokens that were cut off are not counted anywhere.
+accepted_i / drafted_i. Tokens that were cut off are not counted, drafts that were cut only as such.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from spec_jax.decoding import Kind
+from spec_jax.decoding import Finish, Kind
 from spec_jax.show import page, plots
 from spec_jax.show.summary import Shown
+
+_ENDS = (Finish.LENGTH, Finish.STOP_TOKEN, Finish.STOP_STRING)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,6 +54,7 @@ class Stats(Shown):
     bonus: int = 0
     rounds: int = 0
     drafted_at: tuple[int, ...] = ()  # by position, 1..K
+    cut_at: tuple[int, ...] = ()
     reached_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()  # rounds by accepted drafts, 0..K
@@ -80,6 +86,12 @@ class Stats(Shown):
     @property
     def drafted(self) -> int:
         return sum(self.drafted_at)
+
+    @property
+    def offered_at(self) -> tuple[int, ...]:
+        """Drafts by position, those included that were cut."""
+        pairs = itertools.zip_longest(self.drafted_at, self.cut_at, fillvalue=0)
+        return tuple(drafted + cut for drafted, cut in pairs)
 
     @property
     def rejected(self) -> int:
@@ -205,7 +217,12 @@ def _ratio(a: float, b: float) -> float:
 
 
 def row_stats(
-    kind: np.ndarray, offered: np.ndarray, num_draft: int, expected: np.ndarray | None = None
+    kind: np.ndarray,
+    offered: np.ndarray,
+    num_draft: int,
+    expected: np.ndarray | None = None,
+    *,
+    finish: int = Finish.LENGTH,
 ) -> Stats:
     """Counts one row from its record.
 
@@ -214,16 +231,20 @@ def row_stats(
       offered: i16[M'], drafts offered by the round that begins at this token; -1 if none begins.
       num_draft: K.
       expected: f32[M'], the rule's closed-form acceptance where a draft was reached, else NaN.
+      finish: the ``Finish`` of the row. One that was cancelled, stopped at a fault or is running
+        has no end past which drafts are cut.
     """
     K = num_draft
-    drafted, reached, accepted = np.zeros((3, K), int)
+    drafted, cut, reached, accepted = np.zeros((4, K), int)
     expected_sum = np.zeros(K if expected is not None else 0)
     lengths = np.zeros(K + 1, int)
     starts = np.flatnonzero(offered >= 0)
     for begin, end in zip(starts, [*starts[1:], len(kind)]):
         n_accept = int((kind[begin:end] == Kind.ACCEPTED).sum())
         n_reached = n_accept + int(kind[end - 1] == Kind.CORRECTED)
-        drafted[: offered[begin]] += 1
+        room = len(kind) - begin if finish in _ENDS else K
+        drafted[: min(offered[begin], room)] += 1
+        cut[room : offered[begin]] += 1
         reached[:n_reached] += 1
         accepted[:n_accept] += 1
         lengths[n_accept] += 1
@@ -238,6 +259,7 @@ def row_stats(
         bonus=of_kind(Kind.BONUS),
         rounds=len(starts),
         drafted_at=tuple(map(int, drafted)),
+        cut_at=tuple(map(int, cut)),
         reached_at=tuple(map(int, reached)),
         accepted_at=tuple(map(int, accepted)),
         lengths=tuple(map(int, lengths)),

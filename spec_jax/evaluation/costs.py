@@ -240,7 +240,7 @@ def predict(costs: Costs, result: CellResult, num_draft: int | None = None) -> f
     num_draft = cell.k if num_draft is None else num_draft
     if num_draft == 0:
         return 1.0
-    before = [stats.rounds, *stats.drafted_at]
+    before = [stats.rounds, *stats.offered_at]
     rates = [
         rate * offered / earlier if earlier else float("nan")
         for rate, offered, earlier in zip(stats.acceptance_by_position, before[1:], before)

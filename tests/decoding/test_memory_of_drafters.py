@@ -178,7 +178,7 @@ def test_the_choice_of_k_counts_its_updates():
     tuner = Tuner.fresh(1)
     for number in range(3):
         assert tuner.choose(RoundCosts({0: 1.0, 1: 1.0}))[1].num_updates == number
-        tuner = tuner.observe(1, 4, 4, [2], 4.0)
+        tuner = tuner.observe(1, 4, [4], [2], 4.0)
 
 
 @pytest.mark.exhaustive

@@ -91,7 +91,7 @@ def check_drafted(name, place, stats):
     """Every number of drafts was accepted, and offered where it varies."""
     depth = 2 if "tree" in name else K
     assert len(stats.lengths) == depth + 1 and min(stats.lengths) > 0
-    offered = (stats.rounds, *stats.drafted_at)
+    offered = (stats.rounds, *stats.offered_at)
     fewer = [a - b for a, b in zip(offered, offered[1:])]  # rounds of 0, 1, ... drafts
     assert offered[-1] > 0
     if name in ("suffix", "ngram") or (name == "adaptive" and place == "inside"):

@@ -310,8 +310,9 @@ def test_counts_of_a_hand_written_record():
     expected = np.array([np.nan, 0.9, 0.8, 0.5, np.nan, 0.7, 0.6], np.float32)
     s = row_stats(kind, offered, 3, expected)
     assert (s.emitted, s.first, s.accepted, s.corrected, s.bonus) == (7, 1, 4, 1, 1)
-    assert (s.rounds, s.drafted, s.lengths) == (3, 6, (1, 0, 2, 0))
-    assert s.accepted_at == (2, 2, 0) and s.reached_at == (2, 2, 1) and s.drafted_at == (2, 2, 2)
+    assert (s.rounds, s.drafted, s.lengths) == (3, 5, (1, 0, 2, 0))
+    assert s.accepted_at == (2, 2, 0) and s.reached_at == (2, 2, 1) and s.drafted_at == (2, 2, 1)
+    assert s.cut_at == (0, 0, 1) and s.offered_at == (2, 2, 2)
     assert s.tau == 2 and s.acceptance_by_position == (1, 1, 0)
     np.testing.assert_allclose(s.expected_by_position, (0.8, 0.7, 0.5), rtol=1e-6)
     both = s + s

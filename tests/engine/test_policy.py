@@ -55,7 +55,8 @@ def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05, estimat
         spent += n * costs.round_ms[k]
         if k and estimate:
             tuner = tuner.expect(n, n * batch, expected)
-        tuner = tuner.observe(k, n, n * batch, accepted, n * costs.round_ms[k])
+        reached = (n * batch, *accepted)
+        tuner = tuner.observe(k, n, reached, accepted, n * costs.round_ms[k])
         tokens, done, ks = tokens + n * batch + sum(accepted), done + n, [*ks, *[k] * n]
     return spent / tokens * batch, tuple(ks)
 
@@ -131,23 +132,23 @@ def observed(rounds=1, k=4, times=50, **counts):
 
 
 def test_rates_are_what_was_seen_and_beyond_it_the_last_one():
-    rates = observed(row_rounds=100, accepted_at=(80, 40, 10, 5)).rates
+    rates = observed(reached_at=(100, 80, 40, 10), accepted_at=(80, 40, 10, 5)).rates
     assert rates[:4] == pytest.approx((0.8, 0.5, 0.25, 0.5), abs=5e-3)
     assert rates[4:] == pytest.approx([rates[3]] * 4)
     assert expected_tokens((0.8, 0.5, 0.25)) == pytest.approx((1, 1.8, 2.2, 2.3))
 
 
 def test_old_counts_fade_but_never_vanish():
-    tuner = observed(row_rounds=10, accepted_at=(0, 0, 0, 0))
+    tuner = observed(reached_at=(10, 0, 0, 0), accepted_at=(0, 0, 0, 0))
     for _ in range(100):
-        tuner = tuner.observe(0, 32, 320, (), 0.0)
+        tuner = tuner.observe(0, 32, (), (), 0.0)
     assert tuner.rates[0] < 0.1  # not the prior again: that would be a trial nobody paid for
-    again = tuner.observe(1, 4, 40, (36,), 0.0)
+    again = tuner.observe(1, 4, (40,), (36,), 0.0)
     assert again.rates[0] > 0.7
 
 
 def test_k_stays_unless_another_is_clearly_better():
-    tuner = observed(row_rounds=1000, accepted_at=(500, 0, 0, 0))  # E(1) is 1.5
+    tuner = observed(reached_at=(1000, 500, 0, 0), accepted_at=(500, 0, 0, 0))  # E(1) is 1.5
     settled = lambda ms, last: (
         tuner.__class__(tuner.reached, tuner.accepted, settled=last)
         .choose(RoundCosts({0: 1.0, 1: ms}))[0]
@@ -160,7 +161,7 @@ def test_k_stays_unless_another_is_clearly_better():
 def test_a_choice_that_stays_is_looked_at_less_often():
     """The first choice drafts, whatever it costs; then K = 0 stays."""
     tuner, costs, rounds = (
-        observed(row_rounds=9, accepted_at=(0,) * 4),
+        observed(reached_at=(9, 0, 0, 0), accepted_at=(0,) * 4),
         RoundCosts({0: 1.0, 1: 2.0}),
         [],
     )

@@ -74,5 +74,5 @@ def counts(state, num_draft, rows=None) -> Stats:
         begin = int(state.prompt_length[row])
         kept = slice(begin, begin + len(emitted[row]))
         kind, offered = np.asarray(state.kind[row])[kept], np.asarray(state.offered[row])[kept]
-        total += row_stats(kind, offered, num_draft)
+        total += row_stats(kind, offered, num_draft, finish=int(state.finish[row]))
     return total

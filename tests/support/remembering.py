@@ -178,7 +178,7 @@ class Spiteful:
         at = len(self._now)
         return Plan(0 if at < len(self._last) and self._last[at] else 1, 1), self
 
-    def observe(self, num_draft, rounds, row_rounds, accepted_at, time_ms):
+    def observe(self, num_draft, rounds, reached_at, accepted_at, time_ms):
         self._now.append(accepted_at[0])
         self.num_updates += 1
         return self

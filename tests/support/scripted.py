@@ -13,7 +13,8 @@ class Script:
     """In the place of a tuner: K as it is told, one round each, over and over."""
 
     def __init__(self, ks, max_lag=10**9):
-        self._ks, self._turn, self.accepted = ks, 0, np.zeros(BUCKETS[-1], int)
+        self._ks, self._turn = ks, 0
+        self.reached, self.accepted = np.zeros((2, BUCKETS[-1]), int)
         self._max_lag, self.num_updates = max_lag, 0
 
     def choose(self, costs, lag=0):
@@ -23,9 +24,11 @@ class Script:
         self._turn += 1
         return Plan(k, 1), self
 
-    def observe(self, num_draft, rounds, row_rounds, accepted_at, time_ms):
+    def observe(self, num_draft, rounds, reached_at, accepted_at, time_ms):
         assert len(accepted_at) == BUCKETS[-1] and not any(accepted_at[num_draft:])
-        assert all(a >= b for a, b in zip([row_rounds, *accepted_at], accepted_at))
+        assert all(a >= b for a, b in zip(reached_at, accepted_at))
+        assert all(a >= b for a, b in zip(accepted_at, reached_at[1:]))
+        self.reached[:num_draft] += np.asarray(reached_at[:num_draft], int)
         self.accepted += accepted_at
         self.num_updates += 1
         return self

@@ -6,7 +6,7 @@ beside the device. K depends on finished rounds alone, so the output keeps its d
 Estimate. ``rates[i]`` is the probability that draft i + 1 is accepted once those before it are,
 from counts that decay. It is pulled towards the rate of the position before, so that positions
 which were never drafted take the last known rate. A draft that a row did not offer counts as
-rejected.
+rejected; one that a limit or a stop token cut does not count.
 
 Choice. The K with the most tokens a millisecond, ``E(K) / T(K)`` with ``E(K) = 1 + sum_i
 prod_{j<=i} rates[j]``. The whole batch has one K, and all rows share the counts. The current K is
@@ -133,7 +133,7 @@ class Tuner:
         self,
         num_draft: int,
         rounds: int,
-        row_rounds: int,
+        reached_at: Sequence[int],
         accepted_at: Sequence[int],
         time_ms: float,
     ) -> Tuner:
@@ -142,16 +142,16 @@ class Tuner:
         Args:
           num_draft: K.
           rounds: how many rounds were run.
-          row_rounds: the same, summed over the rows that were active.
+          reached_at: rounds by position, summed over rows, in which the drafts before it were
+            accepted and it was decided whether the one there is, see ``runner.drafts_since``.
           accepted_at: accepted drafts by position, summed over rows.
           time_ms: time that the rounds took.
         """
         keep = DECAY**rounds
         reached, accepted = [], []
-        news = list(itertools.pairwise((row_rounds, *accepted_at[:num_draft])))
         for i, (old, kept) in enumerate(zip(self.reached, self.accepted)):
             if i < num_draft:
-                share, (new_reached, new_accepted) = keep, news[i]
+                share, new_reached, new_accepted = keep, reached_at[i], accepted_at[i]
             else:
                 share, new_reached, new_accepted = _faded(keep, old), 0, 0
             reached.append(share * old + new_reached)

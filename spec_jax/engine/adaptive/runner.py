@@ -73,13 +73,24 @@ def count_tokens(state: DecodeState) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("max_draft",))
-def accepted_since(state: DecodeState, since: jax.Array, *, max_draft: int) -> jax.Array:
-    """i32[max_draft], drafts accepted after the first ``since`` (i32[B]) tokens, by position."""
+def drafts_since(state: DecodeState, since: jax.Array, *, max_draft: int) -> jax.Array:
+    """Returns i32[2,max_draft], drafts reached and accepted, by position and summed over rows.
+
+    A position is reached where the row has a token of the round: the draft, or the target's own,
+    also if no draft was offered there. So positions that were cut do not count.
+
+    Args:
+      state: the state after the rounds.
+      since: i32[B], tokens of each row before them.
+      max_draft: the largest K.
+    """
     index = jnp.arange(state.kind.shape[1])
     begin = jax.lax.cummax(jnp.where(state.offered >= 0, index, -1), axis=1)
-    is_new = (index >= since[:, None]) & (state.kind == Kind.ACCEPTED)
-    position = jnp.where(is_new, index - begin, max_draft)
-    return constrain(jnp.zeros((max_draft,), jnp.int32).at[position].add(1, mode="drop"))
+    is_new = (index >= since[:, None]) & (state.kind != Kind.NONE)
+    counted = jnp.stack([is_new, is_new & (state.kind == Kind.ACCEPTED)])
+    position = jnp.where(counted, index - begin, max_draft)  # max_draft is out of range: dropped
+    count = jax.vmap(lambda at: jnp.zeros((max_draft,), jnp.int32).at[at].add(1, mode="drop"))
+    return constrain(count(position))
 
 
 class AdaptiveState:
@@ -166,11 +177,11 @@ class AdaptiveRunner:
         since = count_tokens(state)
         max_rounds = jnp.minimum(jnp.int32(max_rounds), rounds)
         state, chunk = self._generate(k, state, stop, max_rounds, min_active)
-        accepted = np.asarray(accepted_since(state, since, max_draft=self._max_draft))
-        rounds, row_rounds = int(chunk.rounds), int(chunk.row_rounds)
-        adaptive.tuner = tuner.observe(
-            k, rounds, row_rounds, accepted.tolist(), rounds * costs.round_ms[k]
-        )
+        reached, accepted = np.asarray(
+            drafts_since(state, since, max_draft=self._max_draft)
+        ).tolist()
+        rounds = int(chunk.rounds)
+        adaptive.tuner = tuner.observe(k, rounds, reached, accepted, rounds * costs.round_ms[k])
         if k == 0 and self._can_lag:
             self._lag += rounds
         self.plans.append((k, rounds))

@@ -1,0 +1,128 @@
+"""Statistics count what was decided: drafts that an end cut are in no rate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import markov
+from support.tiny_tokenizers import letters
+
+from spec_jax import SpeculativeConfig, SpeculativeDecoder
+from spec_jax.decoding import DecodeState, Finish, Kind
+from spec_jax.engine.adaptive.runner import drafts_since
+from spec_jax.engine.queue import DecodeQueue
+from spec_jax.engine.stats import Stats, row_stats
+from spec_jax.overlap.overlap import Devices
+
+
+def decoded(rng, rate, num_draft, limit, stop_rate=0.0):
+    """Kinds, drafts offered and ``Finish`` of a row whose text ends by a limit or a stop token."""
+    end = limit
+    for place in range(limit):  # the text does not depend on the drafts
+        if rng.random() < stop_rate:
+            end = place + 1
+            break
+    kinds, offered = [Kind.FIRST], [-1]
+    while len(kinds) < end:
+        n = num_draft if rng.random() < 0.9 else num_draft // 2
+        is_right = rng.random(n) < rate
+        accepted = int(np.cumprod(is_right).sum())
+        new = [*[Kind.ACCEPTED] * accepted, Kind.BONUS if accepted == n else Kind.CORRECTED]
+        new = new[: end - len(kinds)]
+        offered += [n, *[-1] * (len(new) - 1)]
+        kinds += new
+    finish = Finish.LENGTH if end == limit else Finish.STOP_TOKEN
+    return np.asarray(kinds, np.int8), np.asarray(offered, np.int16), finish
+
+
+@pytest.mark.parametrize("limit, stop_rate", [(4, 0.0), (7, 0.2), (30, 0.1)])
+def test_rates_do_not_depend_on_where_rows_end(limit, stop_rate):
+    """Of drafts that are right with one probability, also in rows far shorter than a round."""
+    rng, K, rate, total = np.random.default_rng(0), 6, 0.8, Stats()
+    for _ in range(300):
+        kind, offered, finish = decoded(rng, rate, K, limit, stop_rate)
+        total += row_stats(kind, offered, K, finish=finish)
+    assert total.offered_at == tuple(np.add(total.drafted_at, total.cut_at))
+    for i, count in enumerate(total.drafted_at):
+        found, expected = total.unconditional_acceptance_by_position[i], rate ** (i + 1)
+        if i < limit - 1:
+            assert abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)
+        else:
+            assert count == 0 and np.isnan(found)
+
+
+def test_a_row_that_a_fault_or_a_cancellation_stopped_has_no_end_that_cuts():
+    k = Kind
+    kind, offered = np.array([k.FIRST, k.ACCEPTED, k.CORRECTED]), np.array([-1, 4, -1])
+    for finish in (Finish.CANCELLED, Finish.NAN_TARGET, Finish.RUNNING):
+        assert row_stats(kind, offered, 4, finish=finish).drafted_at == (1, 1, 1, 1)
+    for finish in (Finish.LENGTH, Finish.STOP_TOKEN, Finish.STOP_STRING):
+        stats = row_stats(kind, offered, 4, finish=finish)
+        assert stats.drafted_at == (1, 1, 0, 0) and stats.cut_at == (0, 0, 1, 1)
+
+
+def test_adaptive_k_learns_of_no_draft_that_was_cut():
+    """Rows: rejected; all accepted; cut after two; three rounds; nothing offered."""
+    k, S = Kind, 12
+    rows = [
+        ([k.FIRST, k.ACCEPTED, k.CORRECTED], [-1, 3, -1]),
+        ([k.FIRST, k.ACCEPTED, k.ACCEPTED, k.ACCEPTED, k.BONUS], [-1, 3, -1, -1, -1]),
+        ([k.FIRST, k.ACCEPTED, k.ACCEPTED], [-1, 3, -1]),
+        ([k.FIRST, k.CORRECTED, *[k.ACCEPTED] * 3, k.BONUS, k.BONUS], [-1, 3, 3, -1, -1, -1, 0]),
+        ([k.FIRST, k.BONUS], [-1, 0]),  # nothing was offered: as if rejected
+    ]
+    begin = 2
+    pad = lambda x, value: [value] * begin + x + [value] * (S - begin - len(x))
+    fields = dict.fromkeys(DecodeState.__dataclass_fields__)
+    fields |= {"kind": jnp.asarray([pad(x, 0) for x, _ in rows], jnp.int8)}
+    fields |= {"offered": jnp.asarray([pad(x, -1) for _, x in rows], jnp.int16)}
+    since = jnp.full(len(rows), begin + 1)
+    found = drafts_since(DecodeState(**fields), since, max_draft=3)
+    assert found.tolist() == [[7, 4, 2], [4, 3, 2]]
+
+
+# Of a target that drafts for itself every draft is right, so whatever is decided is accepted.
+WAYS = {
+    "chain": {"num_speculative_tokens": 8},
+    "tree": {"tree": (2, 1, 1)},
+    "dynamic tree": {"tree_depth": 3, "tree_top_k": 2, "num_speculative_tokens": 10},
+    "adaptive": {"num_speculative_tokens": 8, "adaptive": {"buckets": (2, 8)}},
+    "overlapped": {"num_speculative_tokens": 8},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
+def test_all_drafts_of_a_target_that_drafts_for_itself_are_accepted(way):
+    """Whatever ends a row: a limit, or a stop token; also in a stream and in a queue."""
+    target = dataclasses.replace(markov.TARGET, tokenizer=letters(markov.V))
+    options = {"devices": Devices(*jax.devices()[:2])} if way == "overlapped" else {}
+    config = SpeculativeConfig("standalone", rejection_sampling_strategy="greedy", **WAYS[way])
+    decoder = SpeculativeDecoder(target, target, config, **options)
+    if way == "adaptive":
+        decoder.adaptive.costs = markov.Known({2: 1.0, 8: 1.1})
+    prompts = [[0, 1, 2], [3, 1], [2, 2, 2, 0]]
+
+    def check(rows):
+        for row in rows:
+            drafted, accepted = row.stats.drafted_at, row.stats.accepted_at
+            assert drafted == accepted and row.stats.rejected == 0
+            assert row.stats.acceptance_rate == 1 or row.stats.drafted == 0
+
+    for new in (2, 4, 9, 21):
+        for stop in (2, 3, 99):
+            check(decoder.generate(prompts, new, stop_tokens=[stop]))
+        stream = decoder.stream(prompts, new, stop_tokens=[2])
+        list(stream)
+        check(stream.result)
+        if way != "overlapped":
+            queue = DecodeQueue(decoder, prompts, batch=2, max_new_tokens=new, stop_tokens=[3])
+            check(row for _, row in queue)
+    assert decoder.stats.acceptance_rate == 1 and sum(decoder.stats.cut_at) > 0
+    if way == "adaptive":
+        tuner = decoder.adaptive.tuner
+        assert all(rate > 0.9 for rate in tuner.rates)  # the prior is below
