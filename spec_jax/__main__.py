@@ -196,6 +196,11 @@ def generate(args: argparse.Namespace) -> int:
             f"; {stats.tau:.2f} tokens per target pass, {stats.acceptance_rate:.0%} of drafts "
             f"accepted (rule: {decoder.config.rejection_sampling_strategy})"
         )
+    if stats.undrafted_rounds:
+        drafts += (
+            f"; {stats.undrafted_rounds} target passes without drafts, past the draft's maximum "
+            f"length of {decoder.system().drafter.max_length}"
+        )
     print(
         f"{stats.emitted} tokens in {time.monotonic() - begin_s:.1f} s, of which "
         f"{stats.compile_s:.1f} s to compile; finish reason: {row.finish_reason}{drafts}",

@@ -277,7 +277,8 @@ class Drafter(NamedTuple):
     Attributes:
       name: the name in messages and reports.
       vocab_size: V; None for a drafter that copies tokens.
-      max_length: maximum tokens of a row, prompt and output together; None means unbounded.
+      max_length: maximum tokens of a row, prompt and output together; None means unbounded. Where
+        K more tokens would pass it, what the drafter proposes is not offered, nor checked.
       is_sampled: drafts are sampled from a distribution, ``Proposal.probs``, rather than chosen
         deterministically.
       init: ``(params, batch, slots) -> state``.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from spec_jax import hub, zoo
-from spec_jax.config import METHODS
+from spec_jax.config import METHODS, check_integer
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead
@@ -143,6 +143,7 @@ def load_draft(
     dtype: DTypeLike | None = None,
     *,
     method: str | None = None,
+    max_length: int | None = None,
     attention: str | None = None,
     mesh: Mesh | str | None = None,
     axis_rules: AxisRules = SHARDED,
@@ -159,6 +160,10 @@ def load_draft(
       target: the model that it drafts for.
       dtype: the dtype of the weights in memory; by default the target's.
       method: the ``speculative_method`` that drafts with it; by default the kind is detected.
+      max_length: maximum tokens of a row, prompt and output together, up to which it drafts; after
+        that the row is decoded without drafts. None: what its config states. Past that number its
+        positions are those that it was not trained on, which the output's distribution does not
+        depend on.
       attention: how its cache is attended over, see ``load_model``.
       mesh: the devices to place the weights on, see ``load_model``.
       axis_rules: which dimensions are split over the mesh; ``sharding.REPLICATED`` for none.
@@ -169,10 +174,13 @@ def load_draft(
       WeightsError: there is no such directory, or its files are damaged.
       ConfigError: it is for another target or of an unknown kind, the target has no config,
         weights cannot have this dtype, its layers lack this attention, the mesh does not divide the
-        draft's heads, or the name is that of a method that copies tokens.
+        draft's heads, the name is that of a method that copies tokens, or ``max_length`` is no
+        integer above 0.
     """
     _check_has_config(target)
     _check_has_weights(name_or_path, method)
+    if max_length is not None:
+        check_integer("max_length", max_length, 1)
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else _detect(name_or_path, target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
@@ -181,6 +189,8 @@ def load_draft(
             raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
         where = dict(mesh=mesh, axis_rules=axis_rules)
         model = load_model(name_or_path, dtype, attention=attention, **where)
+        if max_length is not None:
+            model = dataclasses.replace(model, model=model.model._replace(max_length=max_length))
         return dataclasses.replace(model, method=kind.name)
     if kind.format.read is None:
         raise ConfigError(
@@ -190,7 +200,8 @@ def load_draft(
     where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)
     head = kind.format.read(directory, as_stated, dtype, **where, **overrides)
-    head = dataclasses.replace(head, name=str(name_or_path), notes=(*notes, *head.notes))
+    named = dict(name=str(name_or_path), notes=(*notes, *head.notes), stated_length=max_length)
+    head = dataclasses.replace(head, **named)
     layer = registry.layer_of(head.config)
     if (own := with_attention(layer, attention)) is not layer:
         head = dataclasses.replace(head, config=dataclasses.replace(head.config, layer=own))

@@ -163,28 +163,26 @@ def commands(config: ConfigDict) -> dict[str, tuple[list[str], dict[str, str]]]:
     }
 
 
-def load_prompts(
-    config: ConfigDict, models: Sequence[LoadedModel]
-) -> tuple[list[list[int]], list[str]]:
+def load_prompts(config: ConfigDict, target: LoadedModel) -> tuple[list[list[int]], list[str]]:
     """Returns prompts as ids, random ones without a tokenizer, and notes on what was left out.
 
     Args:
       config: The section "peers".
-      models: The target and the draft.
+      target: The model that answers them.
     """
-    if models[0].tokenizer is None:
+    if target.tokenizer is None:
         shape = (config.num_prompts, config.max_prompt_tokens)
-        ids = np.random.default_rng(0).integers(models[0].model.vocab_size, size=shape)
+        ids = np.random.default_rng(0).integers(target.model.vocab_size, size=shape)
         return ids.tolist(), []
     found, _, notes = questions.load(config.data, config.num_prompts)
-    ids, num_cut = fit(found, models, config.new_tokens, config.max_prompt_tokens)
+    ids, num_cut = fit(found, target, config.new_tokens, config.max_prompt_tokens)
     return ids, [*notes, *cut_note(num_cut, ids)]
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares tokens a second, prefill included."""
     target, draft = load_model(config.peers.target), load_model(config.peers.draft)
-    prompts, notes = load_prompts(config.peers, [target, draft])
+    prompts, notes = load_prompts(config.peers, target)
     head, found = config.peers.head, {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -129,6 +129,7 @@ _COUNTS = (
     "accepted_at",
     "lengths",
     "n1_fallbacks",
+    "undrafted_rounds",
     "expected_at",
 )
 

@@ -21,6 +21,7 @@ from spec_jax.evaluation.summary import (
     conclusions,
     counted_sections,
     interval_text,
+    length_notes,
     number,
     results_table,
 )
@@ -170,6 +171,7 @@ def notes(
             lines.append(
                 f"{_place(r)}: {count} {more}of {r.rows} rows diverge from plain decoding; {why}"
             )
+    lines += length_notes(results)
     for (batch, kind), found in costs.items():
         of = f"batch {batch}{f', {kind}' if kind else ''}: " * (len(costs) > 1)
         lines += [of + line for line in describe_costs(found)]

@@ -205,8 +205,7 @@ class Setup(NamedTuple):
             cells.setdefault(cell.temperature, []).append(cell)
         used = {cell.method for group in cells.values() for cell in group}
         drafts = {name: draft for name, draft in drafts.items() if name in used}
-        models = [target, *(d for d in drafts.values() if getattr(d, "max_length", None))]
-        room = room_for_prompt(models, config.max_new_tokens, config.max_prompt_tokens)
+        room = room_for_prompt(target, config.max_new_tokens, config.max_prompt_tokens)
         notes = [*notes, *asked.notes, *cut_off]
         return setup._replace(drafts=drafts, cells=cells, room=room, notes=notes)
 

@@ -329,7 +329,7 @@ class HeadExperiment(Experiment):
         self._prompts = texts.prompts(
             self.held_out,
             config.data,
-            [self.target, head],
+            self.target,
             path=options.prompts,
             num_prompts=options.num_prompts,
             prompt_tokens=options.prompt_tokens,

@@ -316,7 +316,7 @@ class LmExperiment(Experiment):
         ids = texts.prompts(
             self.held_out,
             config.data,
-            [teacher, draft],
+            teacher,
             num_prompts=config.eval_prompts,
             prompt_tokens=config.eval_prompt_tokens,
             max_new_tokens=config.eval_new_tokens,

@@ -20,7 +20,7 @@ from spec_jax.data.records import Text, read_records
 from spec_jax.data.splits import SPLITS, HeldOut
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.prompts import fit, room_for_prompt
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedModel
 from spec_jax.models import files
 from spec_jax.models.files import parse_json
 from spec_jax.models.tokenizer import Tokenizer
@@ -256,7 +256,7 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
 def prompts(
     corpus: Corpus,
     data: ConfigDict,
-    models: Sequence[LoadedModel | LoadedHead],
+    target: LoadedModel,
     *,
     path: str = "",
     num_prompts: int,
@@ -268,7 +268,7 @@ def prompts(
     Args:
       corpus: The held-out text.
       data: The config's ``data``.
-      models: The target, then the draft.
+      target: The model that the draft is for.
       path: A file of prompts. "" means prompts of the held-out text, see ``held_out_prompts``, or
         functions of the library's held-out modules.
       num_prompts: Their number; fewer if the held-out text has fewer places.
@@ -282,8 +282,8 @@ def prompts(
         loaded = questions.load(path, num_prompts)
         for note in loaded.notes:
             print(note, flush=True)
-        return fit(loaded.chosen, models, max_new_tokens, None)[0]
-    room = room_for_prompt(models, max_new_tokens, prompt_tokens)
+        return fit(loaded.chosen, target, max_new_tokens, None)[0]
+    room = room_for_prompt(target, max_new_tokens, prompt_tokens)
     return held_out_prompts(corpus, num_prompts, room)
 
 

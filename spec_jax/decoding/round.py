@@ -103,7 +103,27 @@ def propose(
             system.num_draft,
             system.target.vocab_size,
         )
+        proposal = _within_length(proposal, context.length + 1, system.drafted_until)
         return validate_proposal(proposal, system, context.is_greedy), drafter_state
+
+
+def _within_length(proposal: Proposal, total: jax.Array, drafted_until: int | None) -> Proposal:
+    """Offers nothing in rows that are too long for the drafter.
+
+    What it returned there is not read, so it is no fault either.
+
+    Args:
+      proposal: what the drafter returned.
+      total: i32[B], tokens of prompt and output so far.
+      drafted_until: see ``System``.
+    """
+    if drafted_until is None:
+        return proposal
+    has_room, is_sound = total <= drafted_until, proposal.is_sound
+    return proposal.replace(
+        n_draft=jnp.where(has_room, proposal.n_draft, 0),
+        is_sound=None if is_sound is None else is_sound | ~has_room,
+    )
 
 
 def verify(

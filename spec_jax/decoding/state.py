@@ -58,6 +58,15 @@ class System(NamedTuple):
         return self.num_draft if tree is None or self.num_draft == 0 else tree.depth
 
     @property
+    def drafted_until(self) -> int | None:
+        """Maximum tokens of a row, prompt and output so far, after which it is offered drafts.
+
+        With more of them, K drafts would pass the drafter's maximum length. None means unbounded.
+        """
+        longest = self.drafter.max_length
+        return None if longest is None or self.num_draft == 0 else longest - self.depth
+
+    @property
     def lookahead_slots(self) -> int:
         """Slots that a round may write after the committed ones."""
         return max(self.num_draft + 1, self.drafter.window)

@@ -34,6 +34,7 @@ class LoadedHead(Shown):
       params: what the drafter takes as ``params["head"]``.
       notes: sentences on how an ambiguous checkpoint was read.
       format: the checkpoint format that it was read from; None: it was not read.
+      stated_length: maximum tokens of a row, in place of the config's; None: the config's.
     """
 
     name: str
@@ -41,6 +42,7 @@ class LoadedHead(Shown):
     params: Params
     notes: tuple[str, ...] = ()
     format: str | None = None
+    stated_length: int | None = None
 
     @property
     def kind(self) -> registry.DrafterKind:
@@ -67,7 +69,7 @@ class LoadedHead(Shown):
     @property
     def max_length(self) -> int:
         """Maximum tokens of a row, prompt and output together."""
-        return self.config.max_length
+        return self.config.max_length if self.stated_length is None else self.stated_length
 
     @functools.cached_property
     def cpu_layout(self) -> CpuLayout:

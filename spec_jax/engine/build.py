@@ -524,7 +524,10 @@ def make_drafter(
         raise ConfigError(
             f"speculative_method is {kind.name!r}; the draft {draft.name} is for {draft.method!r}"
         )
-    return kind.make_drafter(draft, target, config)
+    drafter = kind.make_drafter(draft, target, config)
+    if isinstance(draft, LoadedHead) and draft.stated_length is not None:
+        return drafter._replace(max_length=draft.stated_length)
+    return drafter
 
 
 def make_history(config: SpeculativeConfig | None) -> History | None:

@@ -504,7 +504,7 @@ class SpeculativeDecoder(Shown):
           Seconds of compilation: 0 where everything was compiled before.
 
         Raises:
-          PromptError: a prompt and its output exceed what target or draft can hold.
+          PromptError: a prompt and its output exceed what the target can hold.
           ConfigError: an argument that ``generate`` would refuse.
         """
         refuse_options(unknown, self.warmup)

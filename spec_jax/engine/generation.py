@@ -236,6 +236,7 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, system: Sys
         logprobs = TokenLogprobs(
             *(tuple(x[kept].tolist()) for x in (logprobs.raw, logprobs.processed))
         )
+    until = math.inf if system.drafted_until is None else system.drafted_until - begin
     trace = Trace.of(
         kind[kept],
         record.offered[kept],
@@ -248,7 +249,14 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, system: Sys
         text=text,
         tokens=tuple(ids[:n]),
         finish_reason=finish.name.lower(),
-        stats=row_stats(kind[kept], record.offered[kept], system.depth, expected, finish=finish),
+        stats=row_stats(
+            kind[kept],
+            record.offered[kept],
+            system.depth,
+            expected,
+            finish=finish,
+            drafted_until=until,
+        ),
         trace=trace,
         logprobs=logprobs,
         seen=seen,

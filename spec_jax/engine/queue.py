@@ -104,7 +104,7 @@ class DecodeQueue:
       ConfigError: an invalid number, samplers that the rule cannot serve, a decoder that overlaps
         drafting, or an iterator of prompts without ``max_prompt_tokens``.
       PromptError: prompts is a single prompt, or the longest prompt and its output exceed what
-        target or draft can hold; or a prompt of the iterator is longer or invalid; the message has
+        the target can hold; or a prompt of the iterator is longer or invalid; the message has
         its index.
     """
 

@@ -18,6 +18,7 @@ from spec_jax.decoding import System
 from spec_jax.errors import ConfigError, PromptError, did_you_mean
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Sampler
+from spec_jax.sharding import log_once
 
 Messages = Sequence[Mapping[str, Any]]  # a conversation: objects with a role and a content
 Prompt = str | Sequence[int] | Messages
@@ -281,7 +282,7 @@ def make_request(
       samples: every so many rows in turn have one prompt, which the target is then fed once.
 
     Raises:
-      PromptError: a prompt and its output exceed what the target or the draft can hold.
+      PromptError: a prompt and its output exceed what the target can hold.
       ConfigError: an invalid number.
     """
     lengths = np.asarray([len(i) for i in ids], np.int32)
@@ -312,7 +313,7 @@ def make_request(
 
 
 def check_room(system: System, longest: int, max_new_tokens: int) -> None:
-    """Checks that target and draft can hold a prompt and its output.
+    """Checks that the target can hold a prompt and its output; warns if the draft cannot.
 
     Args:
       system: target, drafter, rule and K.
@@ -320,15 +321,21 @@ def check_room(system: System, longest: int, max_new_tokens: int) -> None:
       max_new_tokens: of its output.
 
     Raises:
-      PromptError: one of them cannot.
+      PromptError: the target cannot.
     """
-    for kind, model in (("target", system.target), ("draft", system.drafter)):
-        if model.max_length is not None and longest + max_new_tokens > model.max_length:
-            raise PromptError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones are "
-                f"{longest + max_new_tokens}; the maximum length of the {kind} is "
-                f"{model.max_length}: shorten the prompt or lower max_new_tokens"
-            )
+    total, drafter = longest + max_new_tokens, system.drafter
+    if total > system.target.max_length:
+        raise PromptError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones are {total}; the maximum "
+            f"length of the target is {system.target.max_length}: shorten the prompt or lower "
+            "max_new_tokens"
+        )
+    if system.num_draft > 0 and drafter.max_length is not None and total > drafter.max_length:
+        log_once(
+            f"the maximum length of drafter {drafter.name!r} is {drafter.max_length}: rows are "
+            f"decoded without drafts after {system.drafted_until} tokens of prompt and output; "
+            "load_draft(max_length=...) states another"
+        )
 
 
 def slots_for(system: System, longest: int, max_new_tokens: int) -> int:

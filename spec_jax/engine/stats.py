@@ -16,6 +16,8 @@ Conventions.
   reached    drafts whose predecessors were all accepted; the rule never looks at later ones.
   n1_fallbacks  rows decoded one token per pass although a draft was given, because the target
              cannot undo a rejected token. Rows under ``force_n1`` are not counted.
+  undrafted_rounds  rounds without drafts in which K of them would have passed the drafter's maximum
+             length, see ``load_draft(max_length=...)``.
   tau        mean acceptance length: tokens emitted per round. The target's token is included,
              so a round with n accepted drafts emits n + 1.
   compile_s  time in which programs were compiled or read from the compilation cache, once for
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -60,6 +63,7 @@ class Stats(Shown):
     lengths: tuple[int, ...] = ()  # rounds by accepted drafts, 0..K
     expected_at: tuple[float, ...] = ()  # sums of the rule's closed form over reached positions
     n1_fallbacks: int = 0
+    undrafted_rounds: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
@@ -160,6 +164,8 @@ class Stats(Shown):
         facts |= {"rounds": f"{self.rounds:,}", "tau": f"{self.tau:.2f}"}
         if self.drafted:
             facts["acceptance"] = f"{self.acceptance_rate:.2f}"
+        if self.undrafted_rounds:
+            facts["past the draft's maximum length"] = f"{self.undrafted_rounds:,} rounds"
         if self.decode_s:
             facts["tokens/s"] = f"{self.tokens_per_s:.1f}"
         if self.compile_s:
@@ -223,6 +229,7 @@ def row_stats(
     expected: np.ndarray | None = None,
     *,
     finish: int = Finish.LENGTH,
+    drafted_until: float = math.inf,
 ) -> Stats:
     """Counts one row from its record.
 
@@ -233,6 +240,7 @@ def row_stats(
       expected: f32[M'], the rule's closed-form acceptance where a draft was reached, else NaN.
       finish: the ``Finish`` of the row. One that was cancelled, stopped at a fault or is running
         has no end past which drafts are cut.
+      drafted_until: after more of these tokens than this, K drafts pass the drafter's maximum.
     """
     K = num_draft
     drafted, cut, reached, accepted = np.zeros((4, K), int)
@@ -264,6 +272,7 @@ def row_stats(
         accepted_at=tuple(map(int, accepted)),
         lengths=tuple(map(int, lengths)),
         expected_at=tuple(map(float, expected_sum)),
+        undrafted_rounds=int(((offered == 0) & (np.arange(len(kind)) > drafted_until)).sum()),
     )
 
 

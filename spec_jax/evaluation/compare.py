@@ -376,7 +376,7 @@ class Comparison:
       title: What was compared.
       results: One record a cell, plain decoding first at each temperature.
       costs: The costs of passes; None if they were not measured.
-      notes: What was left out, and why.
+      notes: What was left out, and why; where drafts were too short for their rows.
     """
 
     title: str
@@ -519,6 +519,7 @@ def compare(
     title = (
         f"{target.name}: {len(ids)} prompts, {max_new_tokens} new tokens each, batch {bench.batch}"
     )
+    notes += summary.length_notes(results)
     return Comparison(title, tuple(results), costs.get(None), tuple(notes))
 
 

@@ -1,4 +1,4 @@
-"""Questions as ids that target and drafts have room for."""
+"""Questions as ids that the target has room for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spec_jax.data.questions import Question, of_record
 from spec_jax.data.records import Conversation, Text
 from spec_jax.engine.request import encode, encode_messages
 from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedModel
 
 
 class PromptEncoder:
@@ -73,34 +73,28 @@ class PromptEncoder:
         return Encoder(self._target.tokenizer)
 
 
-def room_for_prompt(
-    models: Sequence[LoadedModel | LoadedHead], max_new_tokens: int, longest: int | None = None
-) -> int:
+def room_for_prompt(target: LoadedModel, max_new_tokens: int, longest: int | None = None) -> int:
     """Returns the maximum tokens of a prompt.
 
     Args:
-      models: The target, then the drafts; the smallest maximum length applies.
+      target: The model that holds them and the new ones.
       max_new_tokens: The room to leave for new tokens.
       longest: Another limit, or None.
 
     Raises:
       ConfigError: There is no room for a prompt.
     """
-    smallest = min(models, key=lambda m: m.max_length)
-    room = smallest.max_length - max_new_tokens
+    room = target.max_length - max_new_tokens
     if room < 1:
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt: "
-            f"{smallest.name} holds {smallest.max_length} tokens"
+            f"{target.name} holds {target.max_length} tokens"
         )
     return min(room, longest or room)
 
 
 def fit(
-    questions: Sequence[Question],
-    models: Sequence[LoadedModel | LoadedHead],
-    max_new_tokens: int,
-    longest: int | None,
+    questions: Sequence[Question], target: LoadedModel, max_new_tokens: int, longest: int | None
 ) -> tuple[list[list[int]], int]:
     """Encodes the first turn of questions and cuts the beginning of those that are too long.
 
@@ -108,7 +102,7 @@ def fit(
 
     Args:
       questions: Texts and conversations.
-      models: The target, then the drafts; the smallest maximum length applies.
+      target: The model that answers them.
       max_new_tokens: The room to leave for new tokens.
       longest: The maximum tokens of a prompt, or None.
 
@@ -118,7 +112,7 @@ def fit(
     Raises:
       ConfigError: There is no room for a prompt, or another process has other prompts.
     """
-    target, room = models[0], room_for_prompt(models, max_new_tokens, longest)
+    room = room_for_prompt(target, max_new_tokens, longest)
     whole = list(map(PromptEncoder(target), questions))
     ids = [cut(prompt, room, target.config.bos_token_id) for prompt in whole]
     check_same_prompts(ids)

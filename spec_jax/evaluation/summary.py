@@ -131,6 +131,17 @@ def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[st
     return html + "".join(page.table(part.title, [part.header, *part.rows]) for part in parts)
 
 
+def length_notes(results: Sequence[CellResult]) -> list[str]:
+    """Returns a sentence on each result with rounds past the maximum length of its draft."""
+    counts = [(r, r.stats.undrafted_rounds) for r in results]
+    return [
+        f"{r.cell.label}, batch {r.batch}: {count} of {r.stats.rounds} rounds were without drafts, "
+        "past the draft's maximum length"
+        for r, count in counts
+        if count
+    ]
+
+
 def comparable(results: Sequence[CellResult]) -> list[CellResult]:
     """Returns drafts with a speed-up whose output is plain decoding's, or has its distribution."""
     drafted = (r for r in results if r.is_lossless and not r.cell.is_plain)

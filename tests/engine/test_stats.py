@@ -65,8 +65,20 @@ def test_a_row_that_a_fault_or_a_cancellation_stopped_has_no_end_that_cuts():
         assert stats.drafted_at == (1, 1, 0, 0) and stats.cut_at == (0, 0, 1, 1)
 
 
-def test_adaptive_k_learns_of_no_draft_that_was_cut():
-    """Rows: rejected; all accepted; cut after two; three rounds; nothing offered."""
+def test_rounds_without_drafts_past_the_drafters_length_are_counted():
+    """Not those before it, in which a drafter has nothing to offer."""
+    k = Kind
+    kind = np.array([k.FIRST, k.BONUS, k.ACCEPTED, k.BONUS, k.BONUS, k.BONUS])
+    offered = np.array([-1, 0, 1, -1, 0, 0])
+    for until, count in ((np.inf, 0), (5, 0), (4, 1), (3, 2), (0, 3)):
+        assert row_stats(kind, offered, 1, drafted_until=until).undrafted_rounds == count
+    stats = row_stats(kind, offered, 1, drafted_until=3)
+    assert "past the draft's maximum length 2 rounds" in repr(stats + stats.__class__())
+    assert "past the draft" not in repr(Stats()) and stats.to_dict()["undrafted_rounds"] == 2
+
+
+def test_adaptive_k_learns_of_no_draft_that_was_cut_or_had_no_room():
+    """Rows: rejected; all accepted; cut after two; two rounds, the second past its length."""
     k, S = Kind, 12
     rows = [
         ([k.FIRST, k.ACCEPTED, k.CORRECTED], [-1, 3, -1]),
@@ -81,8 +93,11 @@ def test_adaptive_k_learns_of_no_draft_that_was_cut():
     fields |= {"kind": jnp.asarray([pad(x, 0) for x, _ in rows], jnp.int8)}
     fields |= {"offered": jnp.asarray([pad(x, -1) for _, x in rows], jnp.int16)}
     since = jnp.full(len(rows), begin + 1)
-    found = drafts_since(DecodeState(**fields), since, max_draft=3)
-    assert found.tolist() == [[7, 4, 2], [4, 3, 2]]
+    found = lambda until: drafts_since(
+        DecodeState(**fields), since, jnp.int32(until), max_draft=3
+    ).tolist()
+    assert found(begin + 5) == [[6, 4, 2], [4, 3, 2]]
+    assert found(S) == [[7, 4, 2], [4, 3, 2]]
 
 
 # Of a target that drafts for itself every draft is right, so whatever is decided is accepted.

@@ -118,7 +118,7 @@ def test_prompts_of_peers_are_those_of_decode_and_malformed_rows_are_left_out(
     config = default.get_config().peers
     config.update({"data": str(tmp_path / "q.jsonl"), "num_prompts": 3, "max_prompt_tokens": 7})
     target = load_model("zoo/target")
-    ids, notes = peers.load_prompts(config, [target])
+    ids, notes = peers.load_prompts(config, target)
     encoded = [SpeculativeDecoder(target).encode(text) for text in texts]
     assert ids == [tokens[-7:] for tokens in encoded] and len(encoded[0]) > 7
     assert "left out:" in notes[0] and "q.jsonl:3" in notes[0]
@@ -128,7 +128,7 @@ def test_prompts_of_peers_are_those_of_decode_and_malformed_rows_are_left_out(
     target = dataclasses.replace(target, config=kept)
     function = Questions([Question("f", text=texts[0])], "", [])
     monkeypatch.setattr(questions, "load", lambda *_, **__: function)
-    ((begin, *rest),) = peers.load_prompts(config, [target])[0]
+    ((begin, *rest),) = peers.load_prompts(config, target)[0]
     assert begin == encoded[0][0] and rest == encoded[0][-6:]  # BOS is kept
 
 

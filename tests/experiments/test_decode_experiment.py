@@ -321,15 +321,15 @@ def test_the_command_takes_typed_overrides(pair, tmp_path):
 
 
 def test_long_prompts_lose_their_beginning_but_not_bos(pair):
-    target, draft = load_model(pair / "target"), load_model(pair / "draft")
+    target = load_model(pair / "target")
     text = "<|endoftext|>" + "x = 1\n" * 200
     whole = target.tokenizer.encode(text)
     assert whole[0] == target.config.bos_token_id
     asked = [Question("", text=text), Question("", text="x")]
-    (ids, short), num_cut = fit(asked, [target, draft], 28, None)
+    (ids, short), num_cut = fit(asked, target, 28, None)
     assert num_cut == 1 and len(ids) == 100 and ids == whole[:1] + whole[-99:]
     assert short == target.tokenizer.encode("x")
-    assert len(fit([Question("", text=text)], [target], 28, 10)[0][0]) == 10
+    assert len(fit([Question("", text=text)], target, 28, 10)[0][0]) == 10
 
 
 def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_path):
@@ -348,14 +348,14 @@ def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_pat
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(row) + "\n")
         prompts = questions.load(str(path), 1).chosen
-        ((ids,), _) = fit(prompts, [chat], 8, None)
+        ((ids,), _) = fit(prompts, chat, 8, None)
         assert chat.tokenizer.decode(ids) == expected
         assert PromptEncoder(chat).is_templated(prompts[0]) is (name != "text")
         if name == "talk":
             with pytest.raises(ConfigError, match="has no chat template"):
-                fit(prompts, [plain], 8, None)
+                fit(prompts, plain, 8, None)
         else:
-            assert plain.tokenizer.decode(fit(prompts, [plain], 8, None)[0][0]) == "x = 1"
+            assert plain.tokenizer.decode(fit(prompts, plain, 8, None)[0][0]) == "x = 1"
 
 
 def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_said(pair, tmp_path):
@@ -370,7 +370,7 @@ def test_a_target_without_a_usable_template_continues_what_the_user_alone_has_sa
     path.write_text(json.dumps([{"turns": ["x = 1"]}, {"messages": say}], indent=1))
     prompts = questions.load(str(path), 2).chosen
     assert [p.name for p in prompts] == ["rows.json: object 1", "rows.json: object 2"]
-    ids, _ = fit(prompts, [target], 8, None)
+    ids, _ = fit(prompts, target, 8, None)
     assert list(map(target.tokenizer.decode, ids)) == ["x = 1", "x = 1"]
 
 

@@ -69,7 +69,8 @@ def without_step(head: LoadedHead) -> LoadedHead:
     kept = {name: value for name, value in vars(head.config).items() if name in own}
     is_block = lambda name: name != "step" and not name.startswith("confidence")
     params = {name: w for name, w in head.params.items() if is_block(name)}
-    return LoadedHead(f"{head.name} without its step", DFlashConfig(**kept), params)
+    name = f"{head.name} without its step"
+    return LoadedHead(name, DFlashConfig(**kept), params, stated_length=head.stated_length)
 
 
 def read_head(

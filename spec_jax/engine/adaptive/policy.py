@@ -6,7 +6,8 @@ beside the device. K depends on finished rounds alone, so the output keeps its d
 Estimate. ``rates[i]`` is the probability that draft i + 1 is accepted once those before it are,
 from counts that decay. It is pulled towards the rate of the position before, so that positions
 which were never drafted take the last known rate. A draft that a row did not offer counts as
-rejected; one that a limit or a stop token cut does not count.
+rejected; one that a limit or a stop token cut, or that would have passed the drafter's maximum
+length, does not count.
 
 Choice. The K with the most tokens a millisecond, ``E(K) / T(K)`` with ``E(K) = 1 + sum_i
 prod_{j<=i} rates[j]``. The whole batch has one K, and all rows share the counts. The current K is

@@ -27,6 +27,7 @@ from spec_jax.sampling import Source
 from spec_jax.sharding import constrain, constrain_state
 
 _TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
+_UNBOUNDED = np.iinfo(np.int32).max
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
 
 
@@ -72,21 +73,31 @@ def count_tokens(state: DecodeState) -> jax.Array:
     return state.total
 
 
+@jax.jit
+def shortest_row(state: DecodeState) -> jax.Array:
+    """i32[], tokens of the prompt and the output so far, of the active row with the fewest."""
+    return constrain(jnp.where(state.is_active, state.total, _UNBOUNDED).min())
+
+
 @functools.partial(jax.jit, static_argnames=("max_draft",))
-def drafts_since(state: DecodeState, since: jax.Array, *, max_draft: int) -> jax.Array:
+def drafts_since(
+    state: DecodeState, since: jax.Array, drafted_until: jax.Array, *, max_draft: int
+) -> jax.Array:
     """Returns i32[2,max_draft], drafts reached and accepted, by position and summed over rows.
 
     A position is reached where the row has a token of the round: the draft, or the target's own,
-    also if no draft was offered there. So positions that were cut do not count.
+    also if no draft was offered there. So neither positions that were cut count, nor rounds that
+    begin after more than ``drafted_until`` tokens, which had no room for drafts.
 
     Args:
       state: the state after the rounds.
       since: i32[B], tokens of each row before them.
+      drafted_until: i32[], see ``System``.
       max_draft: the largest K.
     """
     index = jnp.arange(state.kind.shape[1])
     begin = jax.lax.cummax(jnp.where(state.offered >= 0, index, -1), axis=1)
-    is_new = (index >= since[:, None]) & (state.kind != Kind.NONE)
+    is_new = (index >= since[:, None]) & (state.kind != Kind.NONE) & (begin <= drafted_until)
     counted = jnp.stack([is_new, is_new & (state.kind == Kind.ACCEPTED)])
     position = jnp.where(counted, index - begin, max_draft)  # max_draft is out of range: dropped
     count = jax.vmap(lambda at: jnp.zeros((max_draft,), jnp.int32).at[at].add(1, mode="drop"))
@@ -167,7 +178,7 @@ class AdaptiveRunner:
                     state, adaptive.costs[key] = self._measure(state)
             add_span(begin, time.time())
         costs = adaptive.costs[key]
-        (k, rounds), tuner = adaptive.tuner.choose(costs, self._lag)
+        (k, rounds), tuner = adaptive.tuner.choose(self._with_room(costs, state), self._lag)
         if state.sampler.learned is not None:
             state = note_tuner(state, jnp.uint32(tuner.num_updates))
         if self._lag and (k > 0 or self._lag >= self._max_lag):
@@ -177,8 +188,10 @@ class AdaptiveRunner:
         since = count_tokens(state)
         max_rounds = jnp.minimum(jnp.int32(max_rounds), rounds)
         state, chunk = self._generate(k, state, stop, max_rounds, min_active)
+        until = self._systems[k].drafted_until
+        until = jnp.int32(_UNBOUNDED if until is None else until)
         reached, accepted = np.asarray(
-            drafts_since(state, since, max_draft=self._max_draft)
+            drafts_since(state, since, until, max_draft=self._max_draft)
         ).tolist()
         rounds = int(chunk.rounds)
         adaptive.tuner = tuner.observe(k, rounds, reached, accepted, rounds * costs.round_ms[k])
@@ -186,6 +199,15 @@ class AdaptiveRunner:
             self._lag += rounds
         self.plans.append((k, rounds))
         return state, chunk
+
+    def _with_room(self, costs: RoundCosts, state: DecodeState) -> RoundCosts:
+        """The costs of the Ks that some row has room for; of the smallest K where none has any."""
+        longest = self._systems[self._max_draft].drafter.max_length
+        if longest is None or state.tokens.shape[1] <= longest:
+            return costs
+        room, times = longest - int(shortest_row(state)), costs.round_ms
+        fitting = {k: ms for k, ms in times.items() if k <= room}
+        return costs._replace(round_ms=fitting or {min(times): times[min(times)]})
 
     def _generate(self, k, state, stop, max_rounds, min_active=1):
         system = self._systems[k]
