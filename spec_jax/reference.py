@@ -180,7 +180,8 @@ class SpeculativeDecoder:
         self, draft: DraftModel, target: TargetModel, tokens: tuple[int, ...], limit: int
     ) -> tuple[int, ...]:
         """One round: draft, verify, accept, commit. Returns the tokens and 1 to k + 1 more."""
-        proposal = draft.propose(tokens, self.config.k)
+        k = min(self.config.k, limit - len(tokens))  # no draft past the limit
+        proposal = draft.propose(tokens, k)
         scores = target.verify(tokens, proposal.tokens)
         verdict = accept(proposal, scores, self.generator.random(len(proposal.tokens) + 1))
         return self._commit(tokens, proposal, verdict, limit)
@@ -228,7 +229,7 @@ class SpeculativeMetrics:
     """Counts over all calls of a decoder, without the tokens that were cut off."""
 
     steps: int = 0  # target passes
-    drafted: int = 0
+    drafted: int = 0  # each of them cost a pass, also those after a stop token
     tested: int = 0  # drafts whose predecessors were all accepted
     accepted: int = 0
     emitted: int = 0  # accepted drafts, replacements and bonus tokens
@@ -278,8 +279,11 @@ class FunctionDraft:
 
     distribution: Callable[[tuple[int, ...]], np.ndarray]
     generator: np.random.Generator
+    max_length: int | None = None  # prefixes that its drafts would take past it get none
 
     def propose(self, prefix: Sequence[int], k: int) -> DraftProposal:
+        if self.max_length is not None and len(prefix) + k > self.max_length:
+            k = 0
         tokens, rows = (), []
         for _ in range(k):
             rows.append(self.distribution((*prefix, *tokens)))
@@ -393,6 +397,8 @@ def as_draft(
     """A loaded model as a draft; see ``as_target``.
 
     The sampler's seed seeds its draws, so a decoder with another seed needs a draft with another.
+    It drafts nothing where a round's drafts would pass its maximum length.
     """
     model = as_target(loaded, sampler, prompt_length)
-    return FunctionDraft(model.distribution, generator(sampler.seed, "draft"))
+    stream = generator(sampler.seed, "draft")
+    return FunctionDraft(model.distribution, stream, loaded.max_length)
