@@ -116,9 +116,14 @@ class Proposal:
     # takes the argmax: no rule reads what was reported there.
     probs: jax.Array | None = None  # f32[B,K,V]
     logits: jax.Array | None = None  # f32[B,K,V], raw, for rules that compare logits
-    is_sound: jax.Array | None = None  # bool[B], False where the draft's logits were not finite
+    # False where logits of the draft were not finite. Drafts of such logits are not offered; the
+    # loop counts the round, see ``Stats.nan_drafts``.
+    is_sound: jax.Array | None = None  # bool[B]
     fault: jax.Array | None = None  # i32[B], why a row cannot go on; set by the loop
     parents: jax.Array | None = None  # i32[B,K], the parent of each token's node; None: a chain
+    # Nodes of a tree that are not offered, such as siblings for which no token was left; see
+    # ``without``. None: all of the ``n_draft`` are offered.
+    is_dropped: jax.Array | None = None  # bool[B,K]
     tree_depth: int = flax.struct.field(pytree_node=False, default=0)  # maximum depth of a node
     # Of a drafter with a memory and no ``Drafter.num_updates``: how often it had been updated.
     num_updates: jax.Array | None = None  # u32[B]
@@ -138,7 +143,8 @@ class Proposal:
     @property
     def is_offered(self) -> jax.Array:
         """bool[B,K], which tokens are offered."""
-        return jnp.arange(self.tokens.shape[-1]) < self.n_draft[..., None]
+        is_counted = jnp.arange(self.tokens.shape[-1]) < self.n_draft[..., None]
+        return is_counted if self.is_dropped is None else is_counted & ~self.is_dropped
 
     @property
     def levels(self) -> jax.Array:
@@ -147,6 +153,29 @@ class Proposal:
             return self.n_draft
         depths = self.paths.sum(axis=-1, dtype=jnp.int32)[..., 1:] - 1
         return jnp.where(self.is_offered, depths, 0).max(axis=-1)
+
+    def at_parents(self, x: jax.Array) -> jax.Array:
+        """Returns [B,K], the values of the drafts' parents, of those of all nodes, [B,Q]."""
+        if self.parents is None:
+            return x[..., : self.tokens.shape[-1]]
+        return jnp.take_along_axis(x, self.parents, axis=-1)
+
+    def without(self, is_dropped: jax.Array) -> Proposal:
+        """Returns the proposal without some drafts, and without those that follow them.
+
+        Lossless as long as it depends on the tokens before a draft, and never on the draft itself
+        or on what follows it.
+
+        Args:
+          is_dropped: bool[B,K].
+        """
+        if self.is_dropped is not None:
+            is_dropped |= self.is_dropped
+        if self.parents is None:
+            kept = jnp.cumprod(~is_dropped, axis=-1, dtype=jnp.int32).sum(axis=-1)
+            return self.replace(n_draft=jnp.minimum(self.n_draft, kept), is_dropped=None)
+        is_dropped = (self.paths[..., 1:, 1:] & is_dropped[..., None, :]).any(axis=-1)
+        return self.replace(is_dropped=is_dropped)
 
     def first_child(self, node: jax.Array) -> jax.Array:
         """i32[B], the first token that is offered as a child of ``node`` (i32[B]); -1 for none."""
@@ -164,11 +193,15 @@ class TargetScores:
     logits: jax.Array  # f32[B,K+1,V], raw
     processed: jax.Array  # f32[B,K+1,V], after all sampling parameters, dropped tokens -inf
     features: jax.Array | None = None  # dtype[B,K+1,E], tapped states; rules do not read them
+    # Nodes that have a distribution: some token is allowed, and the logits are finite. Nothing that
+    # follows another node is offered to the rule. None: all of them.
+    is_finite: jax.Array | None = None  # bool[B,K+1]
 
     @property
     def probs(self) -> jax.Array:
-        """f32[B,K+1,V], the distribution that plain decoding would sample from."""
-        return jax.nn.softmax(self.processed, axis=-1)
+        """f32[B,K+1,V], the distribution that plain decoding would sample from; 0 if none."""
+        probs = jax.nn.softmax(self.processed, axis=-1)
+        return probs if self.is_finite is None else jnp.where(self.is_finite[..., None], probs, 0.0)
 
 
 @flax.struct.dataclass
@@ -449,8 +482,8 @@ class Round(NamedTuple):
       scores: the target's scores of every node; ``features`` is None if the drafter taps none.
       verdict: what the rule accepted. Its first ``n_emit`` tokens are emitted.
       begin: i32[B], index of the first of these among the row's tokens, prompt included.
-      n_emit: i32[B], how many tokens are emitted, after stop tokens and limits; 0 in a row that
-        has finished or stops at a fault.
+      n_emit: i32[B], how many tokens are emitted, after stop tokens and limits, and before a node
+        without a distribution; 0 in a row that has finished or stops at another fault.
     """
 
     proposal: Proposal

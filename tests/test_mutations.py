@@ -24,7 +24,7 @@ MUTATIONS = mutants.read("""
         round.emit: f_(x_, Kind.CORRECTED, Kind.BONUS) -> f_(x_, Kind.BONUS, Kind.CORRECTED)
         test_every_kind_is_recorded_where_it_happened
     * finished rows go on
-        apply_limits: state.is_active & x_ -> x_
+        apply_limits: jnp.where(state.is_active, x_, 0) -> x_
         test_stop_token_inside_a_block_cuts_what_follows[self]
     one token more than the limit
         apply_limits: state.limit - total -> state.limit - total + 1
@@ -42,7 +42,7 @@ MUTATIONS = mutants.read("""
         validate_proposal: x_ | (proposal.n_draft != n_) -> x_
         test_a_faulty_draft_stops_its_row_alone
     greedy rows read what drafts were drawn from
-        validate._guard_probs: jnp.where(is_greedy[:, None, None], x_, q) -> q
+        validate._guard_probs: jnp.where(is_greedy[:, None, None], x_, read) -> read
         test_rows_of_temperature_0_never_read_what_their_drafts_were_drawn_from
     a distribution of any sum counts
         validate._guard_probs: ~(jnp.abs(mass - 1.0) <= _SUM_TOLERANCE) -> mass != mass
@@ -54,10 +54,13 @@ MUTATIONS = mutants.read("""
         _has_replacement: x_ & (mass > 0) & jnp.isfinite(mass) -> x_
         test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit
     a rule is blamed for the target
-        find_fault: _is_read(...) | x_ -> _is_read(...)
-        test_a_target_that_is_not_finite_is_at_fault_before_draft_and_rule
+        find_fault: is_target | x_ -> is_target
+        test_a_target_without_a_distribution_is_at_fault_before_draft_and_rule_where_it_is_read
+    a position after the limit ends a row
+        apply_limits: x_ & (num_before < kept) -> x_
+        test_greedy_rows_of_trees_are_those_of_automata_walked_by_hand
     a queue counts its rows twice
-        DecodeQueue._collect: generation.stats -> generation.stats + generation.stats
+        DecodeQueue._collect: self._decoder.count(x_) -> self._decoder.count(x_ + x_)
         test_every_prompt_gives_its_greedy_stream
     * noise of the position before
         round_noise: rng.gumbel(keys(x_, start + 1 + i), v_) -> rng.gumbel(keys(x_, start + i), v_)

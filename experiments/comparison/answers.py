@@ -130,6 +130,7 @@ _COUNTS = (
     "lengths",
     "n1_fallbacks",
     "undrafted_rounds",
+    "nan_drafts",
     "expected_at",
 )
 

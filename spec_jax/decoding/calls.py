@@ -99,6 +99,7 @@ def call_propose(
         "logits": "f32 B K V",
         "parents": "i32 B K",
         "is_sound": "bool B",
+        "is_dropped": "bool B K",
         "num_updates": "u32 B",
         "confidence": "f32 B K",
     }
@@ -137,6 +138,8 @@ def call_commit(drafter: Drafter, params: Any, state: Any, *args: Any) -> Any:
 def call_accept(rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     """Calls ``Rule.accept`` for all rows of a batch.
 
+    Drafts that follow a node without a distribution are not offered to it.
+
     Args:
       rule: the acceptance rule.
       scores: the target's scores of every node.
@@ -150,6 +153,8 @@ def call_accept(rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noi
         rule is written for one row.
     """
     owner = f"rule {rule.name!r}"
+    if scores.is_finite is not None:
+        proposal = proposal.without(~proposal.at_parents(scores.is_finite))
     given = {"target": scores, "proposal": proposal, "noise": noise}
 
     def accept(scores, proposal, noise):

@@ -239,6 +239,7 @@ def init_state(
         kind=empty.astype(jnp.int8),
         offered=jnp.full((B, slots), -1, jnp.int16),
         rejected=empty - 1,
+        nan_drafts=jnp.zeros((B,), jnp.int32),
         prompt_length=lengths,
         limit=limit,
         finish=jnp.zeros((B,), jnp.int32),

@@ -4,7 +4,7 @@ Invariants.
   1. The target's cache holds ``length`` tokens, all of them fed; ``tokens[b, length[b]]``
      is the one pending token, emitted and not fed.
   2. A round commits ``n_accept + 1`` tokens of every active row, 1..K+1, or fewer where a stop
-     token or the limit cuts them. In a tree of drafts they are one path from the root. A
+     token, the limit or a fault cuts them. In a tree of drafts they are one path from the root. A
      finished row changes nothing.
   3. Every output token has one ``kind``: emitted = first + accepted + corrected + bonus.
   4. For a lossless rule the joint distribution of the emitted tokens is the target's, whatever
@@ -199,7 +199,8 @@ def score(
             None if paths is None else paths[:, :, 1:],
             is_argmax=is_argmax,
         )
-        return TargetScores(logits=logits, processed=processed)
+        is_finite = constrain(jnp.isfinite(processed.max(axis=-1)), "batch")
+        return TargetScores(logits=logits, processed=processed, is_finite=is_finite)
 
 
 def accept(state: DecodeState, proposal: Proposal, scores: TargetScores, system: System) -> Verdict:
@@ -226,7 +227,7 @@ def accept(state: DecodeState, proposal: Proposal, scores: TargetScores, system:
         verdict = call_accept(system.rule, scores, proposal, noise)
         if system.num_draft == 0 and (system.rule.is_greedy or system.rule.is_coupled):
             return verdict.replace(fault=jnp.zeros_like(length))  # plain decoding: its own token
-        return validate_verdict(verdict, proposal, system)
+        return validate_verdict(verdict, proposal, scores, system)
 
     with jax.named_scope("accept"):
         # An argmax is found where the logits lie; all else takes whole rows.
@@ -276,7 +277,7 @@ def emit(
     system: System,
     max_emit: jax.Array | None = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """Appends the accepted drafts and the target's token, cut by stop tokens and limits.
+    """Appends the accepted drafts and the target's token, cut by stop tokens, limits and faults.
 
     Args:
       state: the state of all rows; its caches are not changed.
@@ -289,11 +290,14 @@ def emit(
     Returns:
       The state, and how many tokens each row has emitted, i32[B].
     """
-    rule, total = system.rule, state.length + 1
-    fault = find_fault(rule, scores, proposal, verdict)
+    total = state.length + 1
+    fault, num_before = find_fault(scores, proposal, verdict)
     n = verdict.n_accept + 1
     n = n if max_emit is None else jnp.minimum(n, max_emit)
-    n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault)
+    n_emit, finish = apply_limits(state, verdict.tokens, total, n, fault, num_before)
+    if proposal.is_sound is not None:
+        is_nan = state.is_active & ~proposal.is_sound
+        state = state.replace(nan_drafts=state.nan_drafts + is_nan)
     index = jnp.arange(verdict.tokens.shape[1])
     rejected = proposal.first_child(verdict.last)
     own = jnp.where(rejected >= 0, Kind.CORRECTED, Kind.BONUS)

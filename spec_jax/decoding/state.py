@@ -34,7 +34,6 @@ class Finish(enum.IntEnum):
     STOP_STRING = 3
     CANCELLED = 4
     NAN_TARGET = 5  # the target's logits were not finite, or every token was forbidden
-    NAN_DRAFT = 6  # likewise the draft's
     INVALID_DRAFT = 7  # an id outside of the vocabulary, a number not in 0..K, or no tree
     INVALID_DRAFT_PROBS = 8  # Proposal.probs are not distributions, or exclude the drawn token
     INVALID_VERDICT = 9  # the rule accepts what was not offered, emits no token, or is not finite
@@ -127,6 +126,7 @@ class DecodeState:
     kind: jax.Array  # i8[B,M], a Kind for each token
     offered: jax.Array  # i16[B,M], levels of drafts offered by the round that begins here, or -1
     rejected: jax.Array  # i32[B,M], the draft (of siblings the first) that was rejected here, or -1
+    nan_drafts: jax.Array  # i32[B], rounds in which logits of the draft were not finite
     prompt_length: jax.Array  # i32[B]
     limit: jax.Array  # i32[B], maximum tokens of a row, prompt and output
     finish: jax.Array  # i32[B], a Finish
@@ -183,7 +183,7 @@ class Record(NamedTuple):
     """The record of the output of all rows, or of one row without the batch dimension.
 
     Attributes:
-      tokens, kind, offered, rejected, prompt_length, finish: as in the state.
+      tokens, kind, offered, rejected, nan_drafts, prompt_length, finish: as in the state.
       seen: as in the state, but only of observers that watch row by row.
     """
 
@@ -191,6 +191,7 @@ class Record(NamedTuple):
     kind: jax.Array
     offered: jax.Array
     rejected: jax.Array
+    nan_drafts: jax.Array
     prompt_length: jax.Array
     finish: jax.Array
     seen: dict[str, Any]
@@ -201,21 +202,25 @@ class Record(NamedTuple):
         return cls(*(own.get(name, getattr(state, name)) for name in cls._fields))
 
 
-def apply_limits(state: DecodeState, tokens, total, n, fault) -> tuple[jax.Array, jax.Array]:
+def apply_limits(
+    state: DecodeState, tokens, total, n, fault, num_before=0
+) -> tuple[jax.Array, jax.Array]:
     """Returns how many of n new tokens each row keeps, and its ``Finish``.
 
-    A fault stops the row before this round's tokens. A stop token is kept, and tokens after it are
-    cut. Tokens beyond the limit are cut.
+    A stop token is kept, and tokens after it are cut. Tokens beyond the limit are cut. A fault
+    stops the row after the first ``num_before`` (i32[B]) of these tokens; it is none if they were
+    cut there or before.
     """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)
     until_stop = jnp.where(is_stop, index + 1, tokens.shape[1] + 1).min(axis=1)
     room = state.limit - total
-    kept = jnp.minimum(jnp.minimum(n, until_stop), room)
-    kept = jnp.where(state.is_active & (fault == Finish.RUNNING), kept, 0)
+    kept = jnp.where(state.is_active, jnp.minimum(jnp.minimum(n, until_stop), room), 0)
     finish = jnp.where(kept == room, Finish.LENGTH, Finish.RUNNING)
     finish = jnp.where(kept == until_stop, Finish.STOP_TOKEN, finish)
-    finish = jnp.where(fault == Finish.RUNNING, finish, fault)
+    is_fault = (fault != Finish.RUNNING) & (num_before < kept)
+    kept = jnp.where(is_fault, num_before, kept)
+    finish = jnp.where(is_fault, fault, finish)
     return kept, jnp.where(state.is_active, finish, state.finish).astype(jnp.int32)
 
 

@@ -2,6 +2,10 @@
 
 They apply to all drafters and rules, the package's too. A row that fails a check ends before this
 round's tokens, with a reason that names what was at fault. The other rows go on.
+
+A node without a distribution, whose logits are not finite or of which every token is forbidden, is
+a fault only of the target, and only where a token would be emitted from it: the row ends there,
+after the tokens before it, as in plain decoding. Drafts without a distribution are not offered.
 """
 
 from __future__ import annotations
@@ -53,18 +57,24 @@ def validate_proposal(
             f"{reader} needs the drafts' {what}, which drafter {drafter.name!r} "
             "did not put into its Proposal"
         )
-    offered = proposal.is_offered
     is_valid = (proposal.tokens >= 0) & (proposal.tokens <= system.target.last_id)
     if proposal.parents is not None:
         is_before = (proposal.parents >= 0) & (proposal.parents <= jnp.arange(system.num_draft))
         parents = jnp.where(is_before, proposal.parents, 0)
         proposal = proposal.replace(parents=parents)
         is_valid &= is_before & proposal.paths[:, 1:, 0]
+    if proposal.is_dropped is not None:
+        proposal = proposal.without(proposal.is_dropped)
+    offered = proposal.is_offered
     n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
     is_invalid = (offered & ~is_valid).any(axis=1) | (proposal.n_draft != n_draft)
     tokens = jnp.where(is_valid, proposal.tokens, 0)
-    is_sound = proposal.is_sound
-    proposal = proposal.replace(tokens=tokens, n_draft=n_draft, is_sound=None)
+    proposal = proposal.replace(tokens=tokens, n_draft=n_draft)
+    if rule.needs_logits:
+        best = proposal.at_parents(proposal.logits.max(axis=-1))
+        is_sound = ((best < jnp.inf) | ~proposal.is_offered).all(axis=1)
+        is_sound = is_sound if proposal.is_sound is None else is_sound & proposal.is_sound
+        proposal = proposal.without(~jnp.isfinite(best)).replace(is_sound=is_sound)
     fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
     if proposal.probs is not None and system.num_draft > 0:
         greedy = jnp.zeros(n_draft.shape, bool) if is_greedy is None else is_greedy
@@ -72,11 +82,6 @@ def validate_proposal(
         proposal, is_wrong = proposal.replace(probs=probs), constrain(is_wrong, "batch")
         if system.needs_probs:
             fault = jnp.where(is_wrong & ~is_invalid, Finish.INVALID_DRAFT_PROBS, fault)
-    if rule.needs_logits:
-        is_finite = jnp.isfinite(proposal.logits.max(axis=-1)) | ~proposal.is_offered
-        fault = jnp.where(is_finite.all(axis=1), fault, Finish.NAN_DRAFT)
-    if is_sound is not None:
-        fault = jnp.where(is_sound, fault, Finish.NAN_DRAFT)
     fault = fault.astype(jnp.int32)  # of no weak type, with which programs would compile twice
     return proposal.replace(fault=fault)
 
@@ -106,16 +111,22 @@ def _guard_probs(proposal: Proposal, is_greedy: jax.Array) -> tuple[jax.Array, j
         nodes = jnp.arange(tokens.shape[1])
         is_read = (offered[:, None] & (proposal.parents[:, None] == nodes[:, None])).any(axis=2)
         point = jnp.zeros((), bool)
-    probs = jnp.where(is_greedy[:, None, None], point.astype(q.dtype), q)
+    read = jnp.where(is_read[:, :, None], q, 0.0)  # what no draft was drawn from may be NaN
+    probs = jnp.where(is_greedy[:, None, None], point.astype(q.dtype), read)
     return probs, (is_wrong & is_read).any(axis=1) & ~is_greedy
 
 
-def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Verdict:
+def validate_verdict(
+    verdict: Verdict, proposal: Proposal, scores: TargetScores, system: System
+) -> Verdict:
     """Makes a faulty verdict safe to commit and sets its ``fault``, row by row.
+
+    The token after a node without a distribution is not checked: it is not emitted.
 
     Args:
       verdict: a verdict of the contract's shapes.
       proposal: the drafts.
+      scores: the target's scores of every node.
       system: target, drafter, rule and K.
     """
     depth = proposal.depth
@@ -133,7 +144,8 @@ def validate_verdict(verdict: Verdict, proposal: Proposal, system: System) -> Ve
     has_count = verdict.n_accept == n_accept
     is_draft = (verdict.tokens[:, :-1] == drafts) & is_drafted
     has_drafts = (is_draft | (jnp.arange(depth) >= n_accept[:, None])).all(axis=1)
-    has_replacement = _has_replacement(clean, system.target.last_id)
+    has_dist = jnp.take_along_axis(scores.is_finite, clean.last[:, None], axis=1)[:, 0]
+    has_replacement = _has_replacement(clean, system.target.last_id) | ~has_dist
     has_probs = _has_accept_probs(clean, proposal, system.rule)
     is_right = has_count & has_root & has_drafts & has_replacement & has_probs
     fault = jnp.where(is_right, Finish.RUNNING, Finish.INVALID_VERDICT).astype(jnp.int32)
@@ -160,27 +172,33 @@ def _has_replacement(verdict: Verdict, last_id: int) -> jax.Array:
 
 def _has_accept_probs(verdict: Verdict, proposal: Proposal, rule: Rule) -> jax.Array:
     """bool[B], whether the probabilities of all drafts that the rule reached are finite."""
-    is_reached = _is_read(rule, proposal, verdict)
-    if proposal.parents is None:
-        is_reached = is_reached[:, :-1]
-    else:
-        is_reached = jnp.take_along_axis(is_reached, proposal.parents, axis=1)
+    is_reached = proposal.at_parents(_is_read(rule, proposal, verdict))
     is_unread = ~(is_reached & proposal.is_offered)
     return (jnp.isfinite(verdict.accept_probs) | is_unread).all(axis=1)
 
 
-def find_fault(rule: Rule, scores: TargetScores, proposal: Proposal, verdict: Verdict) -> jax.Array:
-    """Returns why each row cannot go on: i32[B], a ``Finish``.
+def find_fault(
+    scores: TargetScores, proposal: Proposal, verdict: Verdict
+) -> tuple[jax.Array, jax.Array]:
+    """Returns why each row cannot go on, and where.
 
     Scores that are not finite take precedence, since neither drafts nor verdicts cause them.
+
+    Returns:
+      i32[B], a ``Finish``, and i32[B], how many of the verdict's tokens come before the fault.
     """
-    is_finite = constrain(jnp.isfinite(scores.processed.max(axis=-1)), "batch")
-    is_wrong = verdict.fault != Finish.RUNNING
+    path = verdict.path
+    is_finite = scores.is_finite
+    of_path = is_finite if path is None else jnp.take_along_axis(is_finite, path, axis=1)
+    num_finite = jnp.cumprod(of_path, axis=1, dtype=jnp.int32).sum(axis=1)
     # Which nodes a faulty verdict is made of is not known: any that is offered.
     is_scored = jnp.arange(is_finite.shape[1]) <= proposal.n_draft[:, None]
-    is_read = _is_read(rule, proposal, verdict) | (is_scored & is_wrong[:, None])
+    is_wrong = verdict.fault != Finish.RUNNING
+    is_caused = is_wrong & (~is_finite & is_scored).any(axis=1)
     fault = jnp.where(proposal.fault == Finish.RUNNING, verdict.fault, proposal.fault)
-    return jnp.where((~is_finite & is_read).any(axis=1), Finish.NAN_TARGET, fault)
+    num_before = jnp.where(fault == Finish.RUNNING, num_finite, 0)
+    is_target = (num_finite <= num_before) & (num_finite <= verdict.n_accept)
+    return jnp.where(is_target | is_caused, Finish.NAN_TARGET, fault), num_before
 
 
 def _is_read(rule: Rule, proposal: Proposal, verdict: Verdict) -> jax.Array:

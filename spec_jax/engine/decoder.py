@@ -92,7 +92,9 @@ def start(
     )
     tracker = TextTracker(target.tokenizer, ids, stops, has_pieces=has_pieces)
     cancellation = RowCancellation(token, options.cancellation_token, B)
-    session = Session(engine, made, tracker, cancellation, totals, options.rounds_per_sync)
+    session = Session(
+        engine, made, tracker, cancellation, totals, samplers, options.rounds_per_sync
+    )
     return session, is_single
 
 

@@ -1,7 +1,8 @@
 """What a prompt produced: its text, where each token came from, and what went wrong.
 
-The ``finish_reason`` of a faulty row names the model, drafter or rule at fault. Logits that are not
-finite are logged as a warning; invalid results of a drafter or a rule raise an error.
+The ``finish_reason`` of a faulty row names the model, drafter or rule at fault. A target without a
+distribution and drafts that were not finite are logged as a warning; invalid results of a drafter
+or a rule raise an error.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.config import SamplerConfig
 from spec_jax.decoding import Finish, Kind, System
 from spec_jax.engine.stats import Stats, row_stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import ConfigError, InvalidDraftError, InvalidVerdictError
 from spec_jax.models.tokenizer import Tokenizer
+from spec_jax.sampling import Samplers, make_sampler
 from spec_jax.show import page, plots
 from spec_jax.show.summary import Shown, cut
 
@@ -170,7 +174,7 @@ class Generation(Shown):
         ends with a whole character, even if ``tokens`` end inside one.
       tokens: the output's ids, a stop token included.
       finish_reason: "stop_token", "stop_string", "length", "cancelled", or a fault: "nan_target",
-        "nan_draft", "invalid_draft", "invalid_draft_probs", "invalid_verdict".
+        "invalid_draft", "invalid_draft_probs", "invalid_verdict".
       stats: counts of this row; times are the batch's, in ``SpeculativeDecoder.stats``.
       trace: where each token came from, and which drafts were rejected.
       logprobs: log-probabilities of each token, if ``logprobs=True`` was given; else None.
@@ -245,38 +249,43 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, system: Sys
         tokens[:begin],
         tracker.tokenizer,
     )
+    stats = row_stats(
+        kind[kept],
+        record.offered[kept],
+        system.depth,
+        expected,
+        finish=finish,
+        drafted_until=until,
+    )
     return Generation(
         text=text,
         tokens=tuple(ids[:n]),
         finish_reason=finish.name.lower(),
-        stats=row_stats(
-            kind[kept],
-            record.offered[kept],
-            system.depth,
-            expected,
-            finish=finish,
-            drafted_until=until,
-        ),
+        stats=dataclasses.replace(stats, nan_drafts=int(record.nan_drafts)),
         trace=trace,
         logprobs=logprobs,
         seen=seen,
     )
 
 
-def describe_fault(finish: Finish, system: System, raised: Exception | None = None) -> str | None:
+def describe_fault(
+    finish: Finish, system: System, raised: Exception | None = None, processor: str | None = None
+) -> str | None:
     """Describes what went wrong, without a final full stop; None for a row without a fault.
 
     Args:
       finish: why the row ended.
       system: whose drafter and rule are named.
       raised: what the drafter's Python function raised, see ``find_raised``.
+      processor: which one forbade every token, see ``find_forbidding``.
     """
     if raised is not None:
         return f"drafter {system.drafter.name!r} raised {type(raised).__name__}: {raised}"
+    if processor is not None:
+        return f"processor {processor!r} forbade every token of the target"
     drafter, rule = f"drafter {system.drafter.name!r}", f"rule {system.rule.name!r}"
     return {
-        Finish.NAN_TARGET: "the target's logits were not finite, or every token was forbidden",
-        Finish.NAN_DRAFT: f"the logits of {drafter} were not finite",
+        Finish.NAN_TARGET: "the target's logits were not finite",
         Finish.INVALID_DRAFT: (
             f"{drafter} proposed ids outside of the vocabulary 0..{system.target.last_id}, a "
             f"number of drafts outside of 0..{system.num_draft}, or parents that make no tree"
@@ -293,41 +302,58 @@ def describe_fault(finish: Finish, system: System, raised: Exception | None = No
     }.get(finish)
 
 
+def describe_nan_drafts(system: System) -> str:
+    """Says that drafts were left out, without a final full stop, see ``Stats.nan_drafts``."""
+    name = system.drafter.name
+    return f"the logits of drafter {name!r} were not finite, and those drafts were left out"
+
+
 def error_of(
-    rows: Sequence[Any], system: System, prefixes: Sequence[Sequence[int]], num_ahead: int = 0
+    rows: Sequence[Any],
+    system: System,
+    samplers: Samplers,
+    prompts: Sequence[Sequence[int]],
+    num_ahead: int = 0,
 ) -> Exception | None:
     """Returns the error that a call should raise for its rows, and logs other faults.
 
     Args:
       rows: every ``Generation`` of the call.
       system: what decoded them.
-      prefixes: the ids of prompt and output of each row.
+      samplers: the target's, one for all rows or one for each.
+      prompts: the ids of the prompt of each row.
       num_ahead: how many drafts the drafter may be ahead of the output.
 
     Returns:
       An ``InvalidDraftError`` or ``InvalidVerdictError`` that holds the rows, or None. What a
       drafter's Python function raised is its ``__cause__``.
     """
-    reasons = [Finish[row.finish_reason.upper()] for row in rows]
+    unsound = [i for i, row in enumerate(rows) if row.stats.nan_drafts]
+    if unsound:
+        count = sum(row.stats.nan_drafts for row in rows)
+        _log.warning("%s, in %d rounds of rows %s", describe_nan_drafts(system), count, unsound)
     groups: dict[tuple, list[int]] = {}
     causes = {}
-    for i, finish in enumerate(reasons):
+    for i, (row, prompt) in enumerate(zip(rows, prompts)):
+        finish = Finish[row.finish_reason.upper()]
         if describe_fault(finish, system) is not None:
-            raised = find_raised(finish, system, prefixes[i], num_ahead)
-            key = (finish, raised and (type(raised), str(raised)))
+            raised = find_raised(finish, system, (*prompt, *row.tokens), num_ahead)
+            sampler = samplers if isinstance(samplers, SamplerConfig) else samplers[i]
+            processor = find_forbidding(finish, system, sampler, prompt, row.tokens)
+            key = (finish, raised and (type(raised), str(raised)), processor)
             groups.setdefault(key, []).append(i)
             causes.setdefault(key, raised)
     # What a function raised comes first: it says more than what the loop saw.
     error = None
     for key in sorted(groups, key=lambda key: causes[key] is None):
-        finish, raised = key[0], causes[key]
-        text = f"{describe_fault(finish, system, raised)}, in rows {groups[key]}"
+        (finish, _, processor), raised, first = key, causes[key], groups[key][0]
+        text = f"{describe_fault(finish, system, raised, processor)}, in rows {groups[key]}"
         if finish not in _ERRORS:
             _log.warning("%s; those rows stopped there", text)
         elif error is None:
             if raised is not None:
-                first = groups[key][0]
-                text += f" (row {first} after {len(prefixes[first])} tokens of prompt and output)"
+                length = len(prompts[first]) + len(rows[first].tokens)
+                text += f" (row {first} after {length} tokens of prompt and output)"
             error = _ERRORS[finish](
                 f"{text}; those rows stopped there; all rows' tokens are in this error's "
                 "`generations`",
@@ -335,6 +361,37 @@ def error_of(
             )
             error.__cause__ = raised
     return error
+
+
+def find_forbidding(
+    finish: Finish,
+    system: System,
+    sampler: SamplerConfig,
+    prompt: Sequence[int],
+    output: Sequence[int],
+) -> str | None:
+    """Returns the name of the processor that forbids every token after a text, or None.
+
+    Args:
+      finish: why the row ended; None is returned unless the target had no distribution.
+      system: what decoded it.
+      sampler: the target's.
+      prompt: ids of the prompt.
+      output: ids of the output.
+    """
+    if finish != Finish.NAN_TARGET:
+        return None
+    V, last_id = system.target.vocab_size, system.target.last_id
+    text = jnp.asarray([*prompt, *output], jnp.int32)[None]
+    begin = len(prompt)
+    state = make_sampler(sampler, 1, V).start(text[:, :begin], jnp.asarray([begin]), V)
+    state = state.advance(text[:, begin:], jnp.asarray([len(output)]))
+    logits = jnp.where(jnp.arange(V) <= last_id, 0.0, -jnp.inf)[None, None]
+    for active in state.processors:
+        logits = active.apply(logits, jnp.zeros((1, 0), jnp.int32), None)
+        if not bool((logits > -jnp.inf).any()):
+            return active.processor.name
+    return None
 
 
 def find_raised(

@@ -20,7 +20,14 @@ from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.generation import Generation, collect, describe_fault, find_raised
+from spec_jax.engine.generation import (
+    Generation,
+    collect,
+    describe_fault,
+    describe_nan_drafts,
+    find_forbidding,
+    find_raised,
+)
 from spec_jax.engine.request import (
     Prompt,
     Request,
@@ -146,6 +153,7 @@ class DecodeQueue:
         check_room(system, self._longest, limit)
         self._slots = slots_for(system, self._longest, limit)
         vocab_size = system.target.vocab_size
+        self._samplers, self._has_warned = samplers, False
         self._sampler = _in_turn(samplers, vocab_size)
         is_own = bool(drafts)  # then its seed is folded into the request's, and does not count up
         drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
@@ -369,7 +377,12 @@ class DecodeQueue:
         self._engine.remember(generation.tokens)
         finish, system = Finish(int(record.finish)), self._engine.system
         raised = find_raised(finish, system, (*ids, *generation.tokens))
-        text = describe_fault(finish, system, raised)
+        sampler = sampler_of(self._samplers, index)
+        processor = find_forbidding(finish, system, sampler, ids, generation.tokens)
+        text = describe_fault(finish, system, raised, processor)
+        if generation.stats.nan_drafts and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s, first in the row of prompt %s", describe_nan_drafts(system), index)
         if raised is not None:
             if self._error is None:
                 self._error = InvalidDraftError(f"prompt {index}: {text}", [generation])

@@ -23,6 +23,7 @@ from spec_jax.engine.stats import RunningStats, Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled
 from spec_jax.progress import Progress, is_watched
+from spec_jax.sampling import Samplers
 
 # Rounds of a step: with stop strings to find; and without streaming, so that a cancellation
 # token that is requested during the call is still seen.
@@ -45,6 +46,7 @@ class Session:
       tracker: follows the text.
       cancellation: says which rows are cancelled.
       totals: gets the statistics of the call when it ends.
+      samplers: the target's, one for all rows or one for each, to say what ended a row.
       rounds_per_sync: rounds of a step; None: 1 if the call streams or can be cancelled, else more.
     """
 
@@ -55,10 +57,11 @@ class Session:
         tracker: TextTracker,
         cancellation: RowCancellation,
         totals: RunningStats,
+        samplers: Samplers,
         rounds_per_sync: int | None = None,
     ):
         self._engine, self._request, self._tracker = engine, request, tracker
-        self._cancellation, self._totals = cancellation, totals
+        self._cancellation, self._totals, self._samplers = cancellation, totals, samplers
         self._rounds_per_sync, self._lock = rounds_per_sync, threading.Lock()
         self._state: decoding.DecodeState | None = None
         self._ending = np.full(cancellation.batch, Finish.RUNNING, np.int32)
@@ -210,11 +213,9 @@ class Session:
         self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))
         for row in self._rows:
             self._engine.remember(row.tokens)
-        prefixes = [
-            record.tokens[row, : record.prompt_length[row] + (record.kind[row] > 0).sum()]
-            for row in range(len(self._rows))
-        ]
-        self._error = error_of(self._rows, system, prefixes, self._engine.num_ahead)
+        prompts = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.prompt_length)]
+        args = (self._rows, system, self._samplers, prompts)
+        self._error = error_of(*args, self._engine.num_ahead)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ Conventions.
              cannot undo a rejected token. Rows under ``force_n1`` are not counted.
   undrafted_rounds  rounds without drafts in which K of them would have passed the drafter's maximum
              length, see ``load_draft(max_length=...)``.
+  nan_drafts rounds in which logits of the draft were not finite. Drafts of such logits are not
+             offered, and the target decodes without them.
   tau        mean acceptance length: tokens emitted per round. The target's token is included,
              so a round with n accepted drafts emits n + 1.
   compile_s  time in which programs were compiled or read from the compilation cache, once for
@@ -64,6 +66,7 @@ class Stats(Shown):
     expected_at: tuple[float, ...] = ()  # sums of the rule's closed form over reached positions
     n1_fallbacks: int = 0
     undrafted_rounds: int = 0
+    nan_drafts: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
@@ -166,6 +169,8 @@ class Stats(Shown):
             facts["acceptance"] = f"{self.acceptance_rate:.2f}"
         if self.undrafted_rounds:
             facts["past the draft's maximum length"] = f"{self.undrafted_rounds:,} rounds"
+        if self.nan_drafts:
+            facts["rounds of drafts that were not finite"] = f"{self.nan_drafts:,}"
         if self.decode_s:
             facts["tokens/s"] = f"{self.tokens_per_s:.1f}"
         if self.compile_s:

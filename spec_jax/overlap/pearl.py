@@ -180,14 +180,15 @@ def join_chain(ahead: Proposal, block: Proposal) -> Proposal:
     def join(a, b):
         return jnp.where(is_ahead if a.ndim == 2 else is_ahead[:, :, None], a, b[:, :1])
 
-    without = lambda proposal: proposal.replace(n_draft=None, fault=None)
+    without = lambda proposal: proposal.replace(n_draft=None, fault=None, is_sound=None)
     chain = jax.tree.map(join, without(ahead), without(block))
     n_draft = ahead.n_draft + jnp.minimum(block.n_draft, 1)
-    return chain.replace(n_draft=n_draft, fault=block.fault)
+    return chain.replace(n_draft=n_draft, fault=block.fault, is_sound=block.is_sound)
 
 
 def remaining_ahead(block: Proposal, is_whole: jax.Array) -> Proposal:
     """What is ahead after a tick: all but the block's first draft, or nothing."""
-    without = block.replace(n_draft=None, fault=None)
+    without = block.replace(n_draft=None, fault=None, is_sound=None)
     moved = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), without)
-    return moved.replace(n_draft=jnp.where(is_whole, block.n_draft - 1, 0), fault=block.fault)
+    n_draft = jnp.where(is_whole, block.n_draft - 1, 0)
+    return moved.replace(n_draft=n_draft, fault=block.fault, is_sound=block.is_sound)

@@ -262,19 +262,16 @@ def _toy(seed):
     return testing.mock_model(TOY, seed)
 
 
-@pytest.mark.representatives("target")
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_nan_logits_stop_their_row_alone_with_a_reason(side):
+@pytest.mark.exhaustive
+def test_nan_logits_of_the_target_stop_their_row_alone_with_a_reason():
     target, draft = _toy(0), _toy(1)
     clean = decoder(target, draft, target_sampler=SamplerConfig(1.0)).generate([[0, 1], [2]], 9)
-    broken = target if side == "target" else draft
     context = TOY * clean[0].tokens[1] + clean[0].tokens[2]
     assert (clean[0].tokens[1:3]) not in list(zip(clean[1].tokens, clean[1].tokens[1:]))
-    broken.params["logits"] = broken.params["logits"].at[context].set(jnp.nan)
+    target.params["logits"] = target.params["logits"].at[context].set(jnp.nan)
     rows = decoder(target, draft, target_sampler=SamplerConfig(1.0)).generate([[0, 1], [2]], 9)
-    assert rows[0].finish_reason == f"nan_{side}"
-    n = len(rows[0].tokens)
-    assert 0 < n < 9 and rows[0].tokens == clean[0].tokens[:n]
+    assert rows[0].finish_reason == "nan_target"
+    assert rows[0].tokens == clean[0].tokens[:3]
     assert rows[1].tokens == clean[1].tokens
 
 

@@ -198,16 +198,29 @@ def test_a_rule_takes_the_argmax_in_greedy_rows_whatever_was_reported(name, pare
     assert int(found.n_accept.max()) > 1
 
 
-def test_raw_logits_that_are_not_finite_end_a_row_where_the_rule_reads_them():
+def test_drafts_whose_raw_logits_are_not_finite_are_left_out_where_the_rule_reads_them():
     logits = np.zeros((4, K, V), np.float32)
     logits[1, 0, 3] = np.nan
-    logits[2, 1] = -np.inf
+    logits[2, 1] = -np.inf  # forbidden, and finite
     logits[3, 2, 4] = -np.inf  # an id that only pads
     proposal = proposal_of([FAIR] * 4, 0, logits=jnp.asarray(logits))
     system = SYSTEM._replace(rule=rule("logit-comparison"))
-    wanted = [0, Finish.NAN_DRAFT, Finish.NAN_DRAFT, 0]
-    assert probs_faults(proposal, system=system).tolist() == wanted
-    assert not probs_faults(proposal).any()
+    found = validate_proposal(proposal, system)
+    assert found.n_draft.tolist() == [K, 0, 1, K]
+    assert found.is_sound.tolist() == [True, False, True, True]
+    assert not found.fault.any()
+    assert validate_proposal(proposal, SYSTEM).n_draft.tolist() == [K] * 4
+
+
+def test_of_a_tree_what_follows_a_dropped_draft_is_not_offered():
+    """Nodes 1 and 2 are children of the root, 3 of node 1."""
+    shape = dict(parents=jnp.tile(jnp.asarray([0, 0, 1]), (3, 1)), tree_depth=2)
+    dropped = jnp.asarray([[1, 0, 0], [0, 1, 0], [0, 0, 1]], bool)
+    found = validate_proposal(proposal_of([FAIR] * 3, 0, is_dropped=dropped, **shape), SYSTEM)
+    wanted = [[False, True, False], [True, False, True], [True, True, False]]
+    assert found.is_offered.tolist() == wanted
+    assert found.levels.tolist() == [1, 2, 1]
+    assert found.without(jnp.asarray([[0, 1, 0]] * 3, bool)).levels.tolist() == [0, 2, 1]
 
 
 # ------------------------------------------------------------------------- verdicts, by row
@@ -231,6 +244,16 @@ VERDICTS = {
     "a replacement of nan": (dict(replacement=FAIR * np.nan), False),
     "a token of no probability": (dict(replacement=np.eye(V, dtype=np.float32)[2]), False),
 }
+
+
+FINITE = TargetScores(None, None, is_finite=jnp.ones((1, K + 1), bool))
+
+
+def validated(cases, proposal, system=SYSTEM, **shared):
+    rows = verdicts(cases, **shared)
+    nodes = (len(rows.n_accept), K + 1)
+    scores = FINITE.replace(is_finite=jnp.broadcast_to(FINITE.is_finite, nodes))
+    return validate_verdict(rows, proposal, scores, system)
 
 
 def verdicts(cases, **shared):
@@ -257,7 +280,7 @@ def drafted(size, **changes):
 
 def test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit():
     proposal = drafted(len(VERDICTS))
-    found = validate_verdict(verdicts(c for c, _ in VERDICTS.values()), proposal, SYSTEM)
+    found = validated((c for c, _ in VERDICTS.values()), proposal)
     is_good = np.asarray([good for _, good in VERDICTS.values()])
     wanted = np.where(is_good, Finish.RUNNING, Finish.INVALID_VERDICT)
     assert dict(zip(VERDICTS, found.fault.tolist())) == dict(zip(VERDICTS, wanted.tolist()))
@@ -269,9 +292,9 @@ def test_a_rule_that_reads_every_node_must_have_every_coin():
     cases = [VERDICTS[name][0] for name in ("good", "a coin of nan")]
     joint = SYSTEM._replace(rule=rule("block"))
     # Nothing is accepted: the second coin would not be reached.
-    found = validate_verdict(verdicts(cases, n_accept=0, tokens=[8, 0, 0, 0]), drafted(2), joint)
+    found = validated(cases, drafted(2), joint, n_accept=0, tokens=[8, 0, 0, 0])
     assert found.fault.tolist() == [Finish.RUNNING, Finish.INVALID_VERDICT]
-    found = validate_verdict(verdicts(cases, n_accept=0, tokens=[8, 0, 0, 0]), drafted(2), SYSTEM)
+    found = validated(cases, drafted(2), n_accept=0, tokens=[8, 0, 0, 0])
     assert not found.fault.any()
 
 
@@ -290,26 +313,29 @@ def test_a_path_must_lead_from_the_root_over_drafts_that_are_offered():
     proposal = drafted(
         len(cases), parents=jnp.tile(jnp.asarray([0, 0, 1]), (len(cases), 1)), tree_depth=2
     )
-    found = validate_verdict(verdicts(c for c, _ in cases.values()), proposal, SYSTEM)
+    found = validated((c for c, _ in cases.values()), proposal)
     wanted = [0 if good else Finish.INVALID_VERDICT for _, good in cases.values()]
     assert dict(zip(cases, found.fault.tolist())) == dict(zip(cases, wanted))
     assert int(found.path.min()) >= 0 and int(found.path.max()) <= K
 
 
-def test_a_target_that_is_not_finite_is_at_fault_before_draft_and_rule():
-    processed = np.zeros((4, K + 1, V), np.float32)
-    processed[1:3, 2] = np.nan  # offered, and not read by a verdict that accepts one draft
-    processed[3, 3] = np.nan  # not offered
-    scores = TargetScores(*[jnp.asarray(processed)] * 2)
-    cases = [{}, {}, {"n_accept": -1}, {"n_accept": -1}]
-    verdict = validate_verdict(verdicts(cases), drafted(4), SYSTEM)
-    fault = find_fault(SYSTEM.rule, scores, drafted(4), verdict)
-    wanted = [Finish.RUNNING, Finish.RUNNING, Finish.NAN_TARGET, Finish.INVALID_VERDICT]
-    assert fault.tolist() == wanted
-    faulty = drafted(4, fault=jnp.full(4, Finish.INVALID_DRAFT_PROBS, jnp.int32))
-    fault = find_fault(SYSTEM.rule, scores, faulty, verdict)
-    wanted = [Finish.INVALID_DRAFT_PROBS] * 2 + [Finish.NAN_TARGET, Finish.INVALID_DRAFT_PROBS]
-    assert fault.tolist() == wanted
+def test_a_target_without_a_distribution_is_at_fault_before_draft_and_rule_where_it_is_read():
+    is_finite = np.ones((7, K + 1), bool)
+    is_finite[1:3, 2] = False  # offered, and not read by a verdict that accepts one draft
+    is_finite[3, 3] = False  # not offered
+    is_finite[4, 1] = is_finite[5, 0] = is_finite[6, 0] = False
+    scores = FINITE.replace(is_finite=jnp.asarray(is_finite))
+    cases = [{}, {}, {"n_accept": -1}, {"n_accept": -1}, {"replacement": FAIR * np.nan}, {}, {}]
+    verdict = validate_verdict(verdicts(cases), drafted(7), scores, SYSTEM)
+    fault, num_before = find_fault(scores, drafted(7), verdict)
+    running, nan, invalid = Finish.RUNNING, Finish.NAN_TARGET, Finish.INVALID_VERDICT
+    assert fault.tolist() == [running, running, nan, invalid, nan, nan, nan]
+    assert num_before.tolist()[2:] == [0, 0, 1, 0, 0]
+    faulty = drafted(7, fault=jnp.full(7, Finish.INVALID_DRAFT_PROBS, jnp.int32))
+    fault, num_before = find_fault(scores, faulty, verdict)
+    probs = Finish.INVALID_DRAFT_PROBS
+    assert fault.tolist() == [probs, probs, nan, probs, probs, nan, nan]
+    assert not num_before.any()
 
 
 def test_a_rule_that_divides_by_zero_is_named_and_other_rows_are_whole():

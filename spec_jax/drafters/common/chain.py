@@ -86,7 +86,7 @@ class Drafted:
     Attributes:
       out: the fields of the ``Proposal`` that the rule reads, K columns each.
       sampler: the draft's, after the drafts so far.
-      is_sound: bool[B], the distributions of all offered drafts were finite.
+      is_sound: bool[B], no logits that would have been drawn from were NaN or infinite.
       n_draft: i32[B], how many drafts are offered so far.
       is_going: bool[B], whether the next draft is offered too.
     """
@@ -119,6 +119,9 @@ class Drafted:
         the output would no longer have the target's distribution. For the same reason a confidence
         that decides on the token itself must not depend on it.
 
+        Where nothing can be drawn, since every token is forbidden or the logits are not finite, the
+        chain ends before the token.
+
         Args:
           logits: f32[B,V], the draft's logits at the last token.
           context: the sampler and the noise to draw with.
@@ -134,12 +137,12 @@ class Drafted:
         values["confidence"] = confidence
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
         sampler = self.sampler.advance(token[:, None], jnp.ones_like(token))
-        is_going = self.is_going
+        best = constrain(dist.max(axis=-1), "batch")
+        # NaN or infinity, also of a head that then has no confidence; -inf: nothing is allowed.
+        is_sound = self.is_sound & ((best < jnp.inf) | ~self.is_going)
+        is_going = self.is_going & jnp.isfinite(best)
         if confidence is not None and context.stop_below > 0:
             is_going &= confidence >= context.stop_below
-        is_finite = constrain(jnp.isfinite(dist.max(axis=-1)), "batch")
-        # Not only of offered drafts: a head that is not finite has no confidence in any.
-        is_sound = self.is_sound & (is_finite | ~self.is_going)
         n_draft = self.n_draft + is_going
         if confidence is None and context.stop_below > 0:
             probs = jax.nn.softmax(logits, axis=-1)  # before temperature, which may leave one token

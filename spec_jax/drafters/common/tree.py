@@ -66,7 +66,8 @@ def draft_tree(
 
     The children of a static tree are drawn without replacement. If the distribution has fewer
     tokens than there are children, as at temperature 0, the likeliest of the others follow. The
-    children of a dynamic tree are the likeliest tokens, without temperature and filters.
+    children of a dynamic tree are the likeliest tokens, without temperature and filters. Tokens
+    that processors forbid are no children, and nodes whose logits are not finite have none.
 
     Args:
       logits: f32[B,V], after the root.
@@ -96,55 +97,71 @@ def _draft_static(grown: _Grown, context: Context, tree: Tree):
     tokens = jnp.zeros((B, K), jnp.int32)
     probs = jnp.zeros((B, K, V), jnp.float32) if context.has_probs else None
     is_sound = jnp.ones((B,), bool)
+    is_dropped = jnp.zeros((B, K + 1), bool)  # by node
     fed_at = np.zeros(K, np.int32)
     level = np.zeros(1, int)
     for depth in range(1, tree.depth + 1):
         children = [tree.children(int(node)) for node in level]
-        drawn, dist, best = _draw_children(grown, level, depth, max(map(len, children)))
-        drawn, best = constrain(drawn, "batch"), constrain(best, "batch")
-        is_sound &= jnp.isfinite(best).all(axis=1)
+        count = max(map(len, children))
+        drawn, num_drawn, dist, best = _draw_children(grown, level, depth, count)
+        drawn, num_drawn, best = (constrain(x, "batch") for x in (drawn, num_drawn, best))
+        is_sound &= ((best < jnp.inf) | is_dropped[:, level]).all(axis=1)
         if probs is not None:
             probs = probs.at[:, np.asarray(level)].set(jax.nn.softmax(dist, axis=-1))
         at = [(w, rank, i) for w, own in enumerate(children) for rank, i in enumerate(own)]
         of, rank, nodes = map(np.asarray, zip(*at))
         tokens = tokens.at[:, nodes - 1].set(drawn[:, of, rank])
+        is_none = is_dropped[:, level[of]] | (rank >= num_drawn[:, of])
+        is_dropped = is_dropped.at[:, nodes].set(is_none)
         is_inner = np.isin(nodes, tree.parents)
         level = nodes[is_inner]
         if depth < tree.depth:
             fed_at[level - 1] = grown.fed.shape[1] + np.arange(len(level))
             grown.feed(tokens[:, level - 1], of[is_inner][None])
     parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, K))
-    shape = {"parents": parents, "tree_depth": tree.depth}
-    n_draft = jnp.full((B,), K, jnp.int32)
-    proposal = Proposal(tokens, n_draft, probs=probs, is_sound=is_sound, **shape)
+    proposal = Proposal(
+        tokens,
+        jnp.full((B,), K, jnp.int32),
+        probs=probs,
+        is_sound=is_sound,
+        parents=parents,
+        is_dropped=is_dropped[:, 1:],
+        tree_depth=tree.depth,
+    )
     return proposal, grown.carry, jnp.broadcast_to(jnp.asarray(fed_at), (B, K))
 
 
 def _draw_children(grown: _Grown, nodes, depth: int, count: int):
     """Draws ``count`` children of each of W nodes.
 
-    Returns i32[B,W,count], their distributions f32[B,W,V], and f32[B,W], finite if those are.
+    Returns i32[B,W,count], how many of them there are i32[B,W], as tokens that are forbidden are
+    none, their distributions f32[B,W,V], and the largest logits f32[B,W].
     """
 
     def draw(process, context):
         dist = process()
         if context.sampler.temperature is None:  # the argmax, then the likeliest of the others
             x = process(is_argmax=True)
-            return top_k(x, count)[1], dist, x.max(axis=-1)
+            value, token = top_k(x, count)
+            return token, num_allowed(value, x.max(axis=-1)), dist, x.max(axis=-1)
         noisy = dist + _noise(context, nodes, depth, dist.shape)
         value, first = top_k(noisy, count)
         is_drawn = value > -jnp.inf
 
         def fill():
             ranked = jnp.where(dist > -jnp.inf, -jnp.inf, process(is_argmax=True))
-            _, other = top_k(ranked, count)
+            left, other = top_k(ranked, count)
             after = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
-            return jnp.where(
-                is_drawn, first, jnp.take_along_axis(other, jnp.maximum(after, 0), axis=-1)
-            )
+            take = lambda x: jnp.take_along_axis(x, jnp.maximum(after, 0), axis=-1)
+            return jnp.where(is_drawn, first, take(other)), jnp.where(is_drawn, value, take(left))
 
-        drawn = jax.lax.cond(is_drawn.all(), lambda: first, fill)
-        return drawn, dist, dist.max(axis=-1)
+        drawn, value = jax.lax.cond(is_drawn.all(), lambda: (first, value), fill)
+        best = dist.max(axis=-1)
+        return drawn, num_allowed(value, best), dist, best
+
+    def num_allowed(value, best):
+        is_allowed = (value > -jnp.inf) & jnp.isfinite(best)[:, :, None]
+        return is_allowed.sum(axis=-1, dtype=jnp.int32)
 
     return grown.draw(draw)
 
@@ -166,11 +183,13 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
     k, B = tree.top_k, len(grown.fed)
 
     def grow(process, context, score):
-        """The k likeliest children of each node, and the k best of all of these."""
-        logp = jax.nn.log_softmax(process(is_argmax=True), axis=-1)
-        is_sound = jnp.isfinite(logp.max(axis=-1)).all(axis=1)
-        value, token = top_k(logp, k)  # [B,W,k]
-        value = (value + score[:, :, None]).reshape(len(value), -1)
+        """The k likeliest children of each node, and the k best of all of these; -inf: none."""
+        logits = process(is_argmax=True)
+        best = logits.max(axis=-1)
+        is_sound = ((best < jnp.inf) | (score == -jnp.inf)).all(axis=1)
+        value, token = top_k(jax.nn.log_softmax(logits, axis=-1), k)  # [B,W,k]
+        value = jnp.where(jnp.isfinite(best)[:, :, None], value + score[:, :, None], -jnp.inf)
+        value = value.reshape(len(value), -1)
         return token.reshape(value.shape), value, *jax.lax.top_k(value, k), is_sound
 
     score = jnp.zeros((B, 1))
@@ -200,11 +219,18 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
         number = jnp.zeros((len(chosen), num_seen + 1), jnp.int32)
         number = _set(number, chosen, jnp.arange(1, K + 1))
         at = jnp.where(take("parent") < 0, num_seen, take("parent"))
-        return take("token"), jnp.take_along_axis(number, at, axis=1), take("fed_at")
+        parents = jnp.take_along_axis(number, at, axis=1)
+        return take("token"), parents, take("score") == -jnp.inf, take("fed_at")
 
-    tokens, parents, fed_at = by_row(choose)(seen)
-    n_draft = jnp.full((B,), K, jnp.int32)
-    proposal = Proposal(tokens, n_draft, is_sound=is_sound, parents=parents, tree_depth=tree.depth)
+    tokens, parents, is_dropped, fed_at = by_row(choose)(seen)
+    proposal = Proposal(
+        tokens,
+        jnp.full((B,), K, jnp.int32),
+        is_sound=is_sound,
+        parents=parents,
+        is_dropped=is_dropped,
+        tree_depth=tree.depth,
+    )
     return proposal, grown.carry, fed_at
 
 

@@ -29,29 +29,32 @@ def draw(has_probs, config, confidence=None, stop_below=0.0):
     context = Context(jnp.zeros((B, 8), jnp.int32), length, sampler, sampler.seed, **options)
     chain = Drafted.none(context, 1, V)
     token, drafted = chain.add(jnp.asarray(LOGITS), context, jnp.int32(1), confidence)
-    return np.asarray(token), np.asarray(drafted.is_sound), drafted.out
+    return np.asarray(token), drafted.n_draft > 0, np.asarray(drafted.is_sound), drafted.out
 
 
-def test_a_greedy_draft_is_the_argmax_and_sound_where_it_is_finite():
-    token, is_sound, out = draw(False, SamplerConfig())
+def test_a_greedy_draft_is_the_argmax_and_offered_where_it_is_finite():
+    token, is_offered, is_sound, out = draw(False, SamplerConfig())
     np.testing.assert_array_equal(token, np.argmax(LOGITS, axis=1))
     best = LOGITS[np.arange(len(LOGITS)), token]
-    np.testing.assert_array_equal(is_sound, np.isfinite(best))
+    np.testing.assert_array_equal(is_offered, np.isfinite(best))
+    np.testing.assert_array_equal(is_sound, np.isfinite(best) | np.isneginf(best))  # all forbidden
     np.testing.assert_array_equal(out["tokens"][:, 0], token)
 
 
 def test_it_is_the_same_where_the_rule_reads_the_distribution():
     bias = SamplerConfig(logit_bias={0: 4.0})
     for config in (SamplerConfig(), bias):
-        (token, is_sound, _), (other, is_other_sound, out) = draw(False, config), draw(True, config)
-        np.testing.assert_array_equal(token, other)
-        np.testing.assert_array_equal(is_sound, is_other_sound)
-        point = np.eye(LOGITS.shape[1])[token[is_sound]]
-        np.testing.assert_array_equal(np.asarray(out["probs"])[is_sound, 0], point)
+        *expected, _ = draw(False, config)
+        *found, out = draw(True, config)
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, y)
+        token, is_offered, _ = found
+        point = np.eye(LOGITS.shape[1])[token[is_offered]]
+        np.testing.assert_array_equal(np.asarray(out["probs"])[is_offered, 0], point)
 
 
 def test_a_head_that_is_not_finite_is_unsound_though_it_is_confident_in_nothing():
-    (_, expected, _) = draw(False, SamplerConfig())
-    (_, is_sound, _) = draw(False, SamplerConfig(), jnp.full(len(LOGITS), jnp.nan), 0.3)
+    _, _, expected, _ = draw(False, SamplerConfig())
+    _, is_offered, is_sound, _ = draw(False, SamplerConfig(), jnp.full(len(LOGITS), jnp.nan), 0.3)
     np.testing.assert_array_equal(is_sound, expected)
-    assert not is_sound.all()
+    assert not is_sound.all() and not is_offered.any()

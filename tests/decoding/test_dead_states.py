@@ -1,0 +1,232 @@
+"""Nodes without a distribution are a fault only where the target would emit a token from one.
+
+Processors are random automata with dead and final states; where one ends, so does plain decoding.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens import toys
+from support.automata import Automata
+from support.block_drafts import toy_maker, toy_params
+
+import spec_jax
+from spec_jax import SamplerConfig, testing
+from spec_jax.decoding import Finish
+from spec_jax.engine.generation import describe_fault, find_forbidding
+from spec_jax.overlap.overlap import Devices
+from spec_jax.testing.oracles import chi_square, toy_logits
+
+V, NEW = toys.V, 6
+AUTOMATA = Automata(V)
+PROMPTS, STOPS = AUTOMATA.prompts, [AUTOMATA.stop]
+FORBIDDEN = "processor 'g' forbade every token of the target"
+
+
+def sampler(**options):
+    return SamplerConfig(processors=(AUTOMATA.processor,), **options)
+
+
+MIXED = [sampler(temperature=i % 2 * 1.0, seed=i) for i in range(len(PROMPTS))]
+COLD = sampler()
+
+
+def ends(rows):
+    return [(row.tokens, row.finish_reason) for row in rows]
+
+
+SHAPES = {**toys.SHAPES, "small": {"tree": (2, 1)}}
+
+
+@functools.cache
+def make(kind, strategy, shape):
+    return toys.decoder(kind, strategy, SHAPES[shape])
+
+
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(
+    st.lists(st.integers(0, len(PROMPTS) - 1), min_size=12, max_size=12), st.integers(1, NEW)
+)
+def test_greedy_rows_of_trees_are_those_of_automata_walked_by_hand(chosen, new):
+    """A node may allow fewer tokens than it has children, or none, as after the stop token."""
+    prompts = [PROMPTS[i] for i in chosen]
+    rows = make("standalone", "greedy", "small").generate(
+        prompts, new, sampler=COLD, stop_tokens=STOPS
+    )
+    assert ends(rows) == [AUTOMATA.greedy(toys.target().params, x, new) for x in prompts]
+
+
+def test_the_message_names_the_processor_that_forbids_every_token():
+    system, params = make("standalone", "greedy", "small").system(), toys.target().params
+    found = {tuple(prompt): AUTOMATA.greedy(params, prompt, NEW) for prompt in PROMPTS}
+    prompt, output = next((x, y) for x, (y, reason) in found.items() if reason == "nan_target")
+    fault = Finish.NAN_TARGET
+
+    def message(config):
+        processor = find_forbidding(fault, system, config, prompt, output)
+        return describe_fault(fault, system, processor=processor)
+
+    assert message(COLD) == FORBIDDEN
+    bans = SamplerConfig(logit_bias=tuple((i, -np.inf) for i in range(V)))
+    assert message(bans) == FORBIDDEN.replace("'g'", "'logit_bias'")
+    assert message(SamplerConfig()) == "the target's logits were not finite"
+
+
+@functools.cache
+def plain(has_heat):
+    options = dict(sampler=MIXED if has_heat else COLD, stop_tokens=STOPS)
+    rows = toys.decoder("plain", "match", {}).generate(PROMPTS, NEW, **options)
+    reasons = collections.Counter(row.finish_reason for row in rows)
+    assert min(reasons[x] for x in ("nan_target", "stop_token", "length")) > 1
+    return ends(rows)
+
+
+CELLS = [
+    ("standalone", "match", "static"),
+    ("standalone", "match", "dynamic"),
+    ("standalone", "greedy", "dynamic"),
+    ("eagle1", "match", "chain"),
+    ("eagle3", "match", "static"),  # of a reduced vocabulary
+    ("mtp", "match", "chain"),
+    ("mtp-sequential", "match", "chain"),
+    ("ngram", "match", "chain"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_rows_are_those_of_plain_decoding_whatever_is_drafted(cell):
+    decoder = make(*cell)
+    has_heat = cell[1] == "match"
+    options = dict(sampler=MIXED if has_heat else COLD, stop_tokens=STOPS)
+    assert ends(decoder.generate(PROMPTS, NEW, **options)) == plain(has_heat)
+    assert decoder.stats.accepted > 0 and decoder.stats.nan_drafts == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["dspark", "host", "unmasked", "overlapped", "queue"])
+def test_rows_are_those_of_plain_decoding_however_they_are_driven(name, caplog):
+    options = dict(sampler=MIXED, stop_tokens=STOPS)
+    config, target = SHAPES["chain"], toys.target()
+    make = functools.partial(toys.decoder, "standalone", "match")
+    if name == "dspark":
+        loaded = toys.common.with_params(target, "head", toy_params("dspark")(target))
+        config = toys.common.config("dspark", "match", **config)
+        drafter = toy_maker("dspark")(target)
+        decoder = spec_jax.SpeculativeDecoder(target, loaded, config, drafter=drafter)
+    elif name == "host":
+        drafter = spec_jax.host_drafter(lambda prefix, k, seed: [(prefix[-1] + 1) % V] * k)
+        config = spec_jax.SpeculativeConfig("ngram", toys.K, "match")
+        decoder = spec_jax.SpeculativeDecoder(target, None, config, drafter=drafter)
+    elif name == "unmasked":  # drafts of a draft that knows no automaton
+        decoder = make({"tree": (2, 2, 1)})
+        options["draft_sampler"] = [SamplerConfig(x.temperature, seed=x.seed) for x in MIXED]
+    elif name == "overlapped":
+        own, draft, *_ = jax.devices()
+        decoder = make(config, devices=Devices(draft=draft, target=own))
+    else:
+        of_queue = [sampler(temperature=x.temperature) for x in MIXED]
+        rows = spec_jax.DecodeQueue(
+            make(config), PROMPTS, batch=5, max_new_tokens=NEW, stop_tokens=STOPS, sampler=of_queue
+        )
+        rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    if name != "queue":
+        rows = decoder.generate(PROMPTS, NEW, **options)
+    assert FORBIDDEN in caplog.text
+    assert ends(rows) == plain(True)
+
+
+def law(params, prompt, new):
+    """The probability of every output of a row at temperature 1."""
+    which, found = PROMPTS.index(prompt), {}
+
+    def visit(output, state, prob):
+        is_allowed = AUTOMATA.allowed[which, state]
+        is_over = output[-1:] == (AUTOMATA.stop,) or len(output) == new
+        if is_over or not is_allowed.any():
+            found[output] = prob
+            return
+        logits = np.float64(toy_logits(params, [*prompt, *output]))
+        p = np.where(is_allowed, np.exp(logits - logits.max()), 0.0)
+        for token in np.flatnonzero(p):
+            after = AUTOMATA.after[which, state, token]
+            visit((*output, int(token)), after, prob * p[token] / p.sum())
+
+    visit((), 0, 1.0)
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "cell",
+    [
+        ("standalone", "residual", "static"),
+        ("standalone", "traversal", "static"),
+        ("standalone", "block", "chain"),
+        ("ngram", "block", "chain"),
+    ],
+    ids="-".join,
+)
+def test_outputs_have_the_targets_distribution_early_ends_too(cell):
+    new, trials = 3, 300
+    laws = [law(toys.target().params, prompt, new) for prompt in PROMPTS]
+    chosen = sorted(range(len(laws)), key=lambda i: -len(laws[i]))[:6]
+    prompts = [PROMPTS[i] for i in chosen for _ in range(trials)]
+    rows = make(*cell).generate(
+        prompts, new, sampler=sampler(temperature=1.0), stop_tokens=STOPS, seeds=range(len(prompts))
+    )
+    for n, i in enumerate(chosen):
+        seen = collections.Counter(row.tokens for row in rows[n * trials : (n + 1) * trials])
+        outcomes = [*laws[i], *seen.keys() - laws[i].keys()]
+        observed = np.asarray([seen[x] for x in outcomes])
+        assert chi_square(observed, np.asarray([laws[i].get(x, 0.0) for x in outcomes])) > 1e-6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("strategy", "shape"), [("match", "chain"), ("traversal", "static")])
+def test_nan_at_a_context_ends_the_rows_that_meet_it_and_no_other(strategy, shape):
+    target, draft = testing.mock_model(V, 0), testing.mock_model(V, 1)
+    context = [2, 3]
+    target.params["logits"] = target.params["logits"].at[2 * V + 3].set(jnp.nan)
+    config = toys.common.config("standalone", strategy, **SHAPES[shape])
+    hot = SamplerConfig(temperature=1.0)
+    rows = spec_jax.SpeculativeDecoder(target, draft, config).generate(
+        PROMPTS, 24, sampler=hot, stop_tokens=()
+    )
+    for prompt, row in zip(PROMPTS, rows):
+        text = [*prompt, *row.tokens]
+        assert context not in map(list, zip(text[:-2], text[1:-1]))
+        is_at_end = len(row.tokens) < 24 and text[-2:] == context
+        assert row.finish_reason == ("nan_target" if is_at_end else "length")
+    assert 0 < sum(row.finish_reason == "nan_target" for row in rows) < len(rows)
+    if strategy == "match":
+        alone = spec_jax.SpeculativeDecoder(target)
+        assert ends(rows) == ends(alone.generate(PROMPTS, 24, sampler=hot, stop_tokens=()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", ["chain", "static"])
+def test_nan_of_the_draft_costs_its_drafts_and_no_token_and_is_counted(shape, caplog):
+    target, draft = testing.mock_model(V, 0), testing.mock_model(V, 1)
+    draft.params["logits"] = draft.params["logits"].at[::5].set(jnp.nan)
+    config = toys.common.config("standalone", "match", **SHAPES[shape])
+    decoder = spec_jax.SpeculativeDecoder(target, draft, config)
+    hot = dict(sampler=SamplerConfig(temperature=1.0), stop_tokens=())
+    with caplog.at_level(logging.WARNING):
+        rows = decoder.generate(PROMPTS, 12, **hot)
+        warnings = [record.getMessage() for record in caplog.records]
+    alone = spec_jax.SpeculativeDecoder(target).generate(PROMPTS, 12, **hot)
+    assert ends(rows) == ends(alone)
+    assert 0 < decoder.stats.nan_drafts < decoder.stats.rounds and decoder.stats.accepted > 0
+    (warning,) = warnings
+    assert "logits of drafter 'standalone' were not finite" in warning
+    assert f"in {decoder.stats.nan_drafts} rounds" in warning
