@@ -73,9 +73,11 @@ def reference_distribution(
       output: ids emitted or drafted so far, the pending token included.
 
     Returns:
-      f64[V], a distribution.
+      f64[V], a distribution; 0 where every token is forbidden.
     """
     x = penalised(logits, config, prompt, output)
+    if x.max() == -np.inf:
+        return np.zeros(len(x))
     if config.temperature < GREEDY_BELOW:
         return np.eye(len(x))[int(np.argmax(x))]
     x = x / config.temperature

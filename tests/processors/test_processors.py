@@ -13,6 +13,7 @@ from support.scripted import BUCKETS, Known, Script
 from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Processor
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
@@ -20,6 +21,7 @@ from spec_jax.named import to_rule
 from spec_jax.processors import by_token
 from spec_jax.sampling import make_sampler, process
 from spec_jax.testing import CertificateError
+from spec_jax.tree import Tree
 
 V, NEW = 5, 14
 PROMPTS = [[1, 2, 1, 2], [3], [4, 4, 0]]
@@ -125,6 +127,45 @@ ROWS = [
 @pytest.mark.parametrize("rule", ["residual", "block"])
 def test_the_joint_distribution_is_the_targets(rule):
     assert testing.certify_rule(to_rule(rule), rows=ROWS) < 1e-6
+
+
+def strict(text_length=None):
+    """Forbids to repeat the last token, and every token after one that was repeated.
+
+    Args:
+      text_length: maximum length of a text; None means unbounded.
+    """
+
+    def start(tokens, length, vocab_size):
+        return {"last": tokens[length - 1], "length": length, "is_dead": jnp.zeros((), bool)}
+
+    def apply(state, logits):
+        is_over = False if text_length is None else state["length"] >= text_length
+        is_forbidden = jnp.arange(len(logits)) == state["last"]
+        return jnp.where(is_forbidden | state["is_dead"] | is_over, -jnp.inf, logits)
+
+    def advance(state, token):
+        is_dead = state["is_dead"] | (token == state["last"])
+        return {"last": token, "length": state["length"] + 1, "is_dead": is_dead}
+
+    return Processor("strict", *by_token(start, apply, advance))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", ["residual", "block", "traversal"])
+def test_states_that_allow_nothing_leave_the_joint_distribution_the_targets(rule):
+    """A node has three children of two allowed tokens; or the draft knows no processor."""
+    hot = SamplerConfig(temperature=1.0, processors=(strict(),))
+    rows = [testing.Row((0, 1), hot, hot), testing.Row((2,), hot, SamplerConfig(temperature=0.8))]
+    drafter = None if rule == "block" else standalone(testing.toy_model(3), Tree((0, 0, 0, 1)))
+    assert testing.certify_rule(to_rule(rule), rows=rows, drafter=drafter) < 1e-6
+
+
+@pytest.mark.exhaustive
+def test_a_certificate_blames_the_processor_that_forbids_every_token():
+    message = "processor 'strict' forbids every token of the target, after the prompt"
+    with pytest.raises(CertificateError, match=message):
+        testing.certify("match", processors=[strict(text_length=6)])
 
 
 def forgets_drafts():

@@ -86,7 +86,7 @@ def outcomes(
     drafts = np.asarray(drafts)
     forced = force(system, params, rows, items, drafts, num_tokens, batch)
     is_other = (forced.proposal.tokens != drafts) & (drafts != FREE)
-    is_other &= np.arange(system.num_draft) < forced.proposal.n_draft[:, None]
+    is_other &= np.asarray(forced.proposal.is_offered)
     if is_other.any():
         raise CertificateError(
             f"drafter {system.drafter.name!r} does not draw with Context.gumbel from a "

@@ -70,7 +70,8 @@ def possible_drafts(
 ) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yields (tokens, probability) of every draft along ``parents``, siblings all different.
 
-    Where siblings have used up the distribution a token is ``FREE``: the drafter's own choice.
+    Where siblings have used up the distribution a token is ``FREE``: the drafter's own choice. So
+    is what would follow drafts after which the distribution is 0: it is not offered.
 
     Args:
       parents: of the nodes.
@@ -91,7 +92,10 @@ def possible_drafts(
         while node:
             way.insert(0, tokens[node - 1])
             node = parents[node - 1]
-        q = np.array(dist(way))
+        q = np.zeros(1) if FREE in way else np.array(dist(way))
+        if not q.any():
+            yield from visit((*tokens, FREE), weight)
+            return
         q[[tokens[j] for j in range(i) if parents[j] == parents[i] and tokens[j] != FREE]] = 0.0
         if q.sum() <= 1e-12:
             if i + 1 in parents:
@@ -139,7 +143,7 @@ def force(
     propose = functools.partial(_propose_as_written, system, params)
     logits, proposal = in_chunks(propose, batch, contexts, push)
     # No ordinary noise draws a token whose probability underflows: see ``draws_as_reported``.
-    is_drawn = (proposal.tokens == drafts) & (np.arange(K) < proposal.n_draft[:, None])
+    is_drawn = (proposal.tokens == drafts) & np.asarray(proposal.is_offered)
     is_never = (is_drawn & (_of_drafts(proposal, parents_of(system)) == 0)).any(axis=1)
     check_faults(system, rows, items, proposal, ~is_never)
     return Forced(items, np.ones(len(items)), contexts, logits, proposal)
@@ -220,9 +224,10 @@ def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
 def _draws_as_reported(drawn, gumbel, parents) -> np.ndarray:
     """bool[N], whether each token is its parent's Gumbel-max draw, earlier siblings left out."""
     probs, is_drawn = np.array(drawn.probs), np.ones(len(drawn.tokens), bool)
+    is_offered = np.asarray(drawn.is_offered)
     for i, parent in enumerate(parents):
         q, token = probs[:, parent], drawn.tokens[:, i]
-        at = np.flatnonzero((q.max(axis=1) > 0) & (i < drawn.n_draft))
+        at = np.flatnonzero((q.max(axis=1) > 0) & is_offered[:, i])
         is_drawn[at] &= is_argmax(token[at], q[at], gumbel[at, parent])
         np.put_along_axis(q, token[:, None], 0.0, axis=1)
     return is_drawn

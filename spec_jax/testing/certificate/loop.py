@@ -12,7 +12,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine.generation import find_raised
+from spec_jax.engine.generation import find_forbidding, find_raised
 from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.certificate.forcing import AS_WRITTEN, DRAFT_SEED, propose_afresh
@@ -101,13 +101,20 @@ class Loop:
             b = early[0]
             row, reason = self.rows[of[b]], decoding.Finish(int(finish[b]))
             text = tokens[b, : int(state.total[b])]
+            output = text[len(row.prompt) :].tolist()
+            place = where(row, output, self.system.num_draft)
+            processor = find_forbidding(reason, self.system, row.target, row.prompt, output)
+            if processor is not None:
+                raise CertificateError(
+                    f"processor {processor!r} forbids every token of the target, {place}; a row "
+                    "ends there, so what follows cannot be certified"
+                )
             raised = find_raised(reason, self.system, text)
             why = reason.name.lower()
             if raised is not None:
                 why = f"the drafter raised {type(raised).__name__}: {raised}"
             raise CertificateError(
-                f"{self._name()}: a row stops early ({why}), "
-                f"{where(row, text[len(row.prompt) :], self.system.num_draft)}"
+                f"{self._name()}: a row stops early ({why}), {place}"
             ) from raised
         index = self._lengths[of][:, None] + np.arange(1 + self.num_tokens)
         return np.take_along_axis(tokens, index, axis=1).astype(np.int64)
@@ -141,8 +148,9 @@ class Loop:
         if self._asked is None:  # on the host, since the state's arrays are donated
             self._asked = jax.tree.map(np.asarray, (contexts, noise, fresh))
         kept, fresh = jax.tree.map(np.asarray, (kept, fresh))
-        alike = kept.n_draft == fresh.n_draft
-        is_offered = np.arange(K) < np.minimum(kept.n_draft, fresh.n_draft)[:, None]
+        offered = [np.asarray(proposal.is_offered) for proposal in (kept, fresh)]
+        alike = (offered[0] == offered[1]).all(axis=1)
+        is_offered = offered[0] & offered[1]
         error = np.zeros(B)
         if kept.probs is None:
             alike &= ((kept.tokens == fresh.tokens) | ~is_offered).all(axis=1)

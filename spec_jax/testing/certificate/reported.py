@@ -74,8 +74,11 @@ def force_all(
         return forced
     reports = _reports(system, rows, forced, wanted, parents, stated)
     weights, seen, keep = np.zeros(len(items)), set(), []
+    is_dropped = forced.proposal.is_dropped
+    is_dropped = np.zeros(wanted.shape, bool) if is_dropped is None else np.asarray(is_dropped)
     for i, prefix in enumerate(items):
-        draft, weight = _weight(prefix, _drawn(forced, wanted, i), reports, parents)
+        drawn = _drawn(forced, wanted, i)
+        draft, weight = _weight(prefix, drawn, is_dropped[i], reports, parents)
         if weight > 0 and (prefix, draft) not in seen:
             seen.add((prefix, draft))
             keep.append(i)
@@ -108,9 +111,9 @@ def first_drafts(forced: Forced, offered: int) -> Forced:
 
 
 def _drawn(forced: Forced, wanted, i) -> list[int]:
-    """The tokens that are offered, then those that were pushed."""
-    n = int(forced.proposal.n_draft[i])
-    return [*forced.proposal.tokens[i, :n].tolist(), *wanted[i, n:].tolist()]
+    """The tokens that are offered, and those that were pushed where none is."""
+    is_offered = np.asarray(forced.proposal.is_offered[i])
+    return np.where(is_offered, forced.proposal.tokens[i], wanted[i]).tolist()
 
 
 def _way(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
@@ -127,10 +130,11 @@ def _reports(system, rows, forced: Forced, wanted, parents, stated):
     reports = {}
     probs = np.asarray(forced.proposal.probs, np.float64)
     name, K = system.drafter.name, system.num_draft
+    is_offered = np.asarray(forced.proposal.is_offered)
     for i, prefix in enumerate(forced.items):
         draft = _drawn(forced, wanted, i)
         row, output = prefix
-        for node in range(int(forced.proposal.n_draft[i])):
+        for node in np.flatnonzero(is_offered[i]).tolist():
             parent = parents[node]
             key = prefix, _way(draft, parents, parent)
             q = probs[i, parent]
@@ -170,17 +174,16 @@ def reported(forced: Forced, parents: Sequence[int]) -> Range | None:
     """Returns the range of the distributions that drafts were drawn from; None if not reported."""
     if forced.proposal.probs is None:
         return None
-    offered = np.arange(len(parents)) < forced.proposal.n_draft[:, None]
     probs = np.asarray(forced.proposal.probs)[:, list(parents)]
-    return Range.of(probs[offered])
+    return Range.of(probs[np.asarray(forced.proposal.is_offered)])
 
 
-def _weight(prefix, draft, reports, parents):
+def _weight(prefix, draft, is_dropped, reports, parents):
     """(draft, probability): tokens that are the drafter's choice, or never offered, are FREE."""
     drawn, draft, weight = draft, list(draft), 1.0
     for i, parent in enumerate(parents):
         q = reports.get((prefix, _way(drawn, parents, parent)))
-        if q is None:
+        if q is None or (parent > 0 and is_dropped[parent - 1]):
             draft[i] = FREE
             continue
         left = q.copy()
@@ -255,8 +258,9 @@ def _tests(proposal, parents):
     tokens = np.asarray(proposal.tokens, np.int64)
     probs = np.asarray(proposal.probs, np.float64)
     V, before = probs.shape[2], np.zeros(len(tokens), np.int64)
+    is_offered = np.asarray(proposal.is_offered)
     for i, parent in enumerate(parents):
-        offered = np.flatnonzero(i < proposal.n_draft)
+        offered = np.flatnonzero(is_offered[:, i])
         statistic, freedom, cells = 0.0, 0, []
         for code in np.unique(before[offered]):
             at = offered[before[offered] == code]
