@@ -71,7 +71,7 @@ class DraftProposal(NamedTuple):
 class TargetScores(NamedTuple):
     """The target's distributions: row i is that of the token after the prefix and i drafts."""
 
-    logprobs: np.ndarray  # f64[n+1,V], after temperature and filters
+    logprobs: np.ndarray  # f64[n+1,V], after temperature and filters; -inf where none is allowed
 
 
 class DraftModel(Protocol):
@@ -95,13 +95,20 @@ def adjusted_distribution(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return residual / residual.sum() if residual.sum() > 0 else p
 
 
-def draw(probs: np.ndarray, uniform: float) -> int:
-    """Draws from f64[V] with a uniform in [0, 1), never a token of probability 0."""
+def draw(probs: np.ndarray, uniform: float) -> int | None:
+    """Draws from f64[V] with a uniform in [0, 1), never a token of probability 0.
+
+    Returns None where all probabilities are 0.
+    """
     cumulative = np.cumsum(probs)
+    if cumulative[-1] == 0:
+        return None
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
-def accept(proposal: DraftProposal, scores: TargetScores, uniforms: np.ndarray) -> tuple[int, int]:
+def accept(
+    proposal: DraftProposal, scores: TargetScores, uniforms: np.ndarray
+) -> tuple[int, int | None]:
     """Decides how many of n drafts are accepted, and which token comes after them.
 
     Args:
@@ -110,7 +117,8 @@ def accept(proposal: DraftProposal, scores: TargetScores, uniforms: np.ndarray) 
       uniforms: f64[n+1] in [0, 1), independent of the draft's noise: one a draft, one to draw.
 
     Returns:
-      The number of accepted drafts and the token, a replacement or the bonus.
+      The number of accepted drafts and the token, a replacement or the bonus; None where the
+      target allows no token.
 
     Raises:
       SpeculativeError: wrong shapes, rows that are no distributions, another vocabulary.
@@ -166,7 +174,8 @@ class SpeculativeDecoder:
         """Returns the ids that follow the prompt, up to the limit or a stop token, which is kept.
 
         Raises:
-          SpeculativeError: an empty prompt, or an invalid proposal or scores.
+          SpeculativeError: an empty prompt, an invalid proposal or scores, or an output after which
+            the target allows no token.
         """
         tokens, start, stops = tuple(prompt), len(prompt), set(self.config.stop_tokens)
         if not tokens:
@@ -192,6 +201,9 @@ class SpeculativeDecoder:
         emitted = (*proposal.tokens[:n_accept], token)[: limit - len(tokens)]
         stops = [i for i, t in enumerate(emitted) if t in self.config.stop_tokens]
         n = stops[0] + 1 if stops else len(emitted)
+        if token is None and n > n_accept:
+            text = tokens + emitted[:n_accept]
+            raise SpeculativeError(ErrorKind.SCORES, f"the target allows no token after {text}")
         n_draft, m = len(proposal.tokens), self.metrics
         if n_draft > self.config.k:
             raise SpeculativeError(
@@ -261,7 +273,8 @@ def _check(proposal: DraftProposal, scores: TargetScores) -> None:
                 kind, f"logprobs has shape {np.shape(rows)}; expected ({height}, V)"
             )
         mass = np.exp(rows).sum(axis=1)
-        if not np.allclose(mass, 1.0, atol=1e-6):
+        is_none = (mass == 0) & (kind == ErrorKind.SCORES)  # no token is allowed
+        if not np.allclose(mass[~is_none], 1.0, atol=1e-6):
             raise SpeculativeError(kind, f"the rows of probabilities sum to {mass}; expected 1")
     V, own = scores.logprobs.shape[1], proposal.logprobs.shape[1]
     if n and own != V:
@@ -286,8 +299,11 @@ class FunctionDraft:
             k = 0
         tokens, rows = (), []
         for _ in range(k):
-            rows.append(self.distribution((*prefix, *tokens)))
-            tokens += (draw(rows[-1], self.generator.random()),)
+            probs = self.distribution((*prefix, *tokens))
+            if (token := draw(probs, self.generator.random())) is None:  # all are forbidden
+                break
+            rows.append(probs)
+            tokens += (token,)
         return DraftProposal(tokens, _log(np.stack(rows) if rows else np.zeros((0, 0))))
 
 

@@ -213,6 +213,22 @@ def test_what_has_no_probability_is_never_emitted():
     assert accept(DraftProposal((0,), np.log(q[None])), scores, [0.0, 0.0]) == (0, 1)
 
 
+def test_a_text_after_which_nothing_is_allowed_is_a_fault_only_where_it_is_emitted():
+    """Token 2 allows nothing after it; the draft proposes it always."""
+    table = np.array([[0.5, 0.2, 0.3], [0.4, 0.4, 0.2], [0.0, 0.0, 0.0]])
+    draft = FunctionDraft(lambda tokens: np.eye(3)[2], generator(0, "draft"))
+    for seed in range(20):
+        config = Config(k=2, max_new_tokens=4, stop_tokens=(2,), seed=seed)
+        tokens = SpeculativeDecoder(config).generate(draft, MockTarget(table), (0,))
+        assert len(tokens) == 4 or tokens[-1] == 2
+        tokens = SpeculativeDecoder(config).generate(MockDraft(table), MockTarget(table), (0,))
+        assert len(tokens) == 4 or tokens[-1] == 2
+    config = Config(k=2, max_new_tokens=50)
+    with pytest.raises(SpeculativeError, match=r"no token after \(0, .*2\)") as error:
+        SpeculativeDecoder(config).generate(MockDraft(table), MockTarget(table), (0,))
+    assert error.value.kind == ErrorKind.SCORES
+
+
 def test_metrics_follow_the_paper():
     assert expected_tokens(0.0, 4) == 1.0 and expected_tokens(1.0, 4) == 5.0
     assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
