@@ -145,6 +145,19 @@ def plain_distribution(
     return dist
 
 
+def tail_of_sums(off: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Returns upper bounds of the p-values of sums of differences, each between -1 and 1.
+
+    Args:
+      off: f64[...], sums of differences, each of mean 0 given those before it.
+      variance: f64[...], the sums of their variances given those before.
+
+    Source: Freedman's inequality for martingales.
+    """
+    off = np.abs(off)
+    return 2 * np.exp(-(off**2) / np.maximum(2 * (variance + off / 3), 1e-9))
+
+
 def goodness_of_fit(observed: np.ndarray, dist: np.ndarray) -> float:
     """Returns the p-value of ``chi_square``, also where one outcome is nearly sure.
 

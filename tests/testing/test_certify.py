@@ -6,6 +6,8 @@ What is right and passes as a whole: the pages of docs (``tests/test_docs.py``).
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from spec_jax.rules import batched, chain
 from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate import certify as certification
 from spec_jax.testing.certificate.forcing import DRAFT_SEED
-from spec_jax.testing.certificate.reported import first_drafts, force_all
+from spec_jax.testing.certificate.reported import first_drafts, force_all, with_confidence
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 
@@ -40,18 +42,100 @@ def lossless(accept_row) -> Rule:
     return Rule("mutant", batched(accept_row), is_lossless=True, needs_probs=True)
 
 
-def test_one_round_of_the_default_drafter_is_proved_for_every_number_of_drafts():
-    """The heart of a certificate, without the loop: one small round, whole and cut."""
+@functools.cache
+def small_rounds():
+    """Rounds of two drafts in three settings, forced: subject, rows and rounds."""
     subject, rows = make_subject(None, None, 0), certified_rows()[:3]
     system = subject.system(spec_jax.named.to_rule("residual"), 2)
-    forced = force_all(system, subject.params, rows, prefixes(subject, 3, 1), 3, 512)
+    return (subject, rows, force_all(system, subject.params, rows, prefixes(subject, 3, 1), 3, 512))
+
+
+def check_small_round(rule, forced=None):
+    subject, rows, rounds = small_rounds()
+    forced, system = forced or rounds, subject.system(rule, 2)
+    return check_round(system, forced, rows, subject.logits_of, 1e-6)
+
+
+def test_one_round_of_the_default_drafter_is_proved_for_every_number_of_drafts():
+    """The heart of a certificate, without the loop: one small round, whole and cut."""
+    rule, (_, _, forced) = spec_jax.named.to_rule("residual"), small_rounds()
     for some in (forced, first_drafts(forced, 1), first_drafts(forced, 0)):
         np.testing.assert_allclose(some.weights.sum(), 9, rtol=1e-5)  # of 9 texts
-        found = check_round(system, some, rows, subject.logits_of, 1e-6)
-        assert found.error <= 1e-6 and found.num_outcomes >= 20
+        found = check_small_round(rule, some)
+        assert found.error <= 1e-6 and found.num_outcomes >= 20 and found.p_value is None
     doubled = forced._replace(logits=forced.logits * 2)  # the rule is told another target
     with pytest.raises(CertificateError, match=WHERE):
-        check_round(system, doubled, rows, subject.logits_of, 1e-6)
+        check_small_round(rule, doubled)
+
+
+def reads_noise_backwards(sharpness):
+    """Draws its last token with noise in another order, from a power of what it states."""
+
+    def accept(target, proposal, noise):
+        verdict = chain.residual(target, proposal, noise)
+        scores = sharpness * jnp.log(verdict.replacement)
+        token = sampling.sample(scores, noise.gumbel[0, ::-1])
+        is_last = jnp.arange(len(verdict.tokens)) == verdict.n_accept
+        return verdict.replace(tokens=jnp.where(is_last, token, verdict.tokens))
+
+    return lossless(accept)
+
+
+def test_a_rule_may_read_its_noise_in_any_order():
+    found = check_small_round(reads_noise_backwards(1.0))
+    assert found.error <= 1e-6 and found.p_value > 1e-3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharpness", [0.8, 1.25, 1e9])
+def test_a_rule_that_reads_its_noise_in_another_order_must_draw_from_its_replacement(sharpness):
+    with pytest.raises(CertificateError, match="does not draw from its replacement"):
+        check_small_round(reads_noise_backwards(sharpness))
+
+
+@pytest.mark.exhaustive
+def test_the_certificate_says_that_rare_last_tokens_were_only_drawn():
+    given = reads_noise_backwards(1.0)
+    run = certification._Run(given, None, None, None, 1, 1e-6, 1e-6, 0, False, ())
+    run.rows = run.rows[:3]
+    run._enumerate(run.main, 1)
+    assert run.checks[-1].p_value > 1e-3 and "p-value" in str(run.checks[-1])
+    assert any("rare last tokens of mutant" in text for text in run.certificate(None).not_proved)
+
+
+def test_a_rule_that_is_wrong_in_a_batch_of_one_is_refused():
+    def accept(target, proposal, noise):
+        if len(proposal.tokens) == 1:
+            target = target.replace(processed=target.processed[:, ::-1])
+        return batched(chain.residual)(target, proposal, noise)
+
+    rule = lossless(chain.residual)._replace(accept=accept)
+    with pytest.raises(CertificateError, match=r"for a row in a batch of one.*with the same noise"):
+        check_small_round(rule)
+
+
+@pytest.mark.exhaustive
+def test_a_rule_that_drops_a_block_where_a_later_confidence_is_low_is_refused():
+    def drop(number):
+        """As ``residual``, but offers nothing where this confidence is low."""
+
+        def accept(target, proposal, noise):
+            if proposal.confidence is None:
+                return chain.residual(target, proposal, noise)
+            n_draft = jnp.where(proposal.confidence[number] < 0.4, 0, proposal.n_draft)
+            return chain.residual(target, proposal.replace(n_draft=n_draft), noise)
+
+        return lossless(accept)
+
+    forced = with_confidence(small_rounds()[2])
+    assert check_small_round(drop(0), forced).error <= 1e-6  # known before anything is drafted
+    check_small_round(drop(1))
+    with pytest.raises(CertificateError, match=WHERE):
+        check_small_round(drop(1), forced)
+    run = certification._Run(drop(1), None, None, None, 1, 1e-6, 1e-6, 0, False, ())
+    run.rows = run.rows[:3]
+    with pytest.raises(CertificateError, match=WHERE + ".*K=3"):
+        run._enumerate(run.main, 3)
 
 
 @pytest.mark.exhaustive

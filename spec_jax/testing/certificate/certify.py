@@ -17,6 +17,7 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
+from spec_jax.testing.certificate.enumeration import one_by_one
 from spec_jax.testing.certificate.forcing import (
     DraftDistribution,
     Forced,
@@ -34,7 +35,13 @@ from spec_jax.testing.certificate.records import (
     settings_of,
     where,
 )
-from spec_jax.testing.certificate.reported import check_draws, first_drafts, force_all, reported
+from spec_jax.testing.certificate.reported import (
+    check_draws,
+    first_drafts,
+    force_all,
+    reported,
+    with_confidence,
+)
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import (
     NUM_TOKENS,
@@ -44,6 +51,7 @@ from spec_jax.testing.certificate.subjects import (
     other_drafters,
     prefixes,
 )
+from spec_jax.testing.certificate.texts import check_texts, near_target
 from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
@@ -55,7 +63,11 @@ _FOLLOWED = 200  # of these, whose tokens are compared one by one with their dis
 _ROUNDS = 2  # after which the states are compared, and again at the end
 _CELLS = 700  # of a chi-square test
 _REMEMBERED = 31  # tokens of past outputs
-_LENGTH = 8  # tokens that the loop decodes after the first
+_LENGTH = 8  # tokens that the loop decodes after the first, of all settings
+_WITH_CONFIDENCE = 3  # K of the rounds in which drafts come with a confidence
+_TEXT = 40  # and of one setting, with a target near the draft
+_TEXT_DRAFTS = (4, 2, 1)  # K with such a target
+_TEXT_SETTING = 1  # which of the settings
 
 
 def certify(
@@ -77,9 +89,11 @@ def certify(
     are enumerated through the functions that the decoder calls, under twenty-two settings of the
     sampling parameters, with tokens that are nearly certain and others that underflow float32 (see
     ``Certificate.p`` and ``q``); the compiled loop is tested by chi-square, and the drafter's draws
-    are compared with the distributions that it reports. A drafter with a memory decodes prompts
-    again with the same seeds, after it has learned from them. The certificate says what was proved
-    and what was not.
+    are compared with the distributions that it reports. With 1, 2 and 4 drafts the loop also
+    decodes long texts for a target near the draft, which are tested token by token, with those of
+    neighbouring seeds, and after each round. A drafter with a memory decodes prompts again with the
+    same seeds, after it has learned from them. The certificate says what was proved and what was
+    not.
 
     Args:
       rule: a ``Rule``, a function that returns one, the name of one of the package, or
@@ -158,6 +172,8 @@ class _Run:
         self.is_hidden = self.main.drafter.has_memory and self.memory is None
         self.has_memory |= self.is_hidden
         self.toy = self.main if drafter is None else make_subject(None, None, seed)
+        self._near: Subject | None = None  # the drafter with a target near it
+        self.is_gumbel_max = True  # the rule's last token, with the noise that it is given
         self.is_forced = True  # the drafter draws with Context.gumbel
         self.checks: list[Check] = []
         self._since = time.perf_counter()
@@ -189,12 +205,22 @@ class _Run:
             steps.append(step("a padded vocabulary", self._pad))
         if main.drafter.has_memory or self.others:
             steps.append(step("a memory", self._memory))
-        return [*steps, step("the compiled loop", self._loop, main)]
+        return [*steps, step("the compiled loop", self._loop, main), *self._texts()]
 
     def _coupled(self) -> list[tuple[str, Callable[[], None]]]:
         """The checks of a rule that emits plain decoding's tokens."""
         subjects = [self.main, *self.others, *([self.padded] if self.padded else [])]
-        return [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
+        steps = [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
+        return [*steps, *self._texts()]
+
+    def _texts(self) -> list[tuple[str, Callable[[], None]]]:
+        """The checks of long texts with a target near the draft."""
+        tree = self.main.drafter.tree
+        ks = _TEXT_DRAFTS if tree is None else (tree.num_nodes,)
+        return [
+            (f"texts with {k} drafts", functools.partial(self._text, k, is_last=k == ks[-1]))
+            for k in ks
+        ]
 
     def _enumerate(self, subject: Subject, num_draft: int) -> None:
         """Enumerates a round after many texts; of the toy drafter if drafts cannot be forced."""
@@ -232,7 +258,11 @@ class _Run:
             rows=self.rows,
             logits_of=subject.logits_of,
             tolerance=self.tolerance,
+            alpha=self.alpha,
         )
+        proposal = forced.proposal
+        if num_draft == _WITH_CONFIDENCE and proposal.parents is None and system.drafter.is_sampled:
+            forced = forced if proposal.confidence is not None else with_confidence(forced)
         if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
             self._misreport(check, forced)
         cuts = [first_drafts(forced, n) for n in range(K)] if is_cut else []
@@ -244,7 +274,11 @@ class _Run:
         padding = ", whose target pads its vocabulary" if subject is self.padded else ""
         what = f"{drafts} of {name}{padding}"
         error = max(x.error for x in comparisons)
-        self._add(what, "enumeration", error=error, trials=sum(x.num_outcomes for x in comparisons))
+        count = sum(x.num_outcomes for x in comparisons)
+        p_values = [x.p_value for x in comparisons if x.p_value is not None]
+        self.is_gumbel_max &= not p_values
+        p_value = min(1.0, min(p_values) * len(p_values)) if p_values else None
+        self._add(what, "enumeration", error=error, p_value=p_value, trials=count)
         return True
 
     def _check_report(self, subject: Subject, system: System, forced: Forced) -> None:
@@ -312,7 +346,7 @@ class _Run:
     def _loop(self, subject: Subject) -> None:
         """The compiled loop: its tokens, the drafter's states, the places of the rows."""
         system = subject.system(self.rule, MAX_DRAFT)
-        loop = Loop(system, subject.params, self.rows, _LENGTH)
+        loop = self._make_loop(system, subject.params, _LENGTH)
         of = np.tile(np.arange(len(self.rows)), _PLACES)
         output = self._check_states(loop, subject, of)
         drafts = f"{system.num_draft} drafts of {subject.drafter.name}"
@@ -326,6 +360,48 @@ class _Run:
         self.p.append(p)
         what = f"all tokens after the first, with {drafts}"
         self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
+
+    def _make_loop(self, system: System, params: dict[str, Any], num_tokens: int) -> Loop:
+        """Returns a loop whose states have room for the longest text."""
+        prompt = max(len(row.prompt) for row in self.rows)
+        slots = prompt + _TEXT + 2 + max(MAX_DRAFT + 1, system.lookahead_slots)
+        return Loop(system, params, self.rows, num_tokens, slots)
+
+    def _text(self, num_draft: int, *, is_last: bool = False) -> None:
+        """Long texts of one setting, or of all for a rule that emits plain decoding's tokens.
+
+        Such a rule is not enumerated, so at last it is called for each row in a batch of one.
+        """
+        subject, B = self.main, len(self.rows) * _PLACES
+        of = np.full(B, _TEXT_SETTING)
+        if self.is_coupled:
+            of = np.tile(np.arange(len(self.rows)), _PLACES)
+        if self._near is None:
+            short = self._make_loop(subject.system(self.rule, num_draft), subject.params, _LENGTH)
+            self._near = dataclasses.replace(subject, params=near_target(short, of))
+        subject = self._near
+        rule = self.rule
+        if self.is_coupled and is_last:
+            rule = rule._replace(accept=one_by_one(rule.accept))
+        loop = self._make_loop(subject.system(rule, num_draft), subject.params, _TEXT)
+        seeds = np.arange(B)
+        state = loop.generate(loop.prefill(of, seeds))
+        output = loop.output(state, of)
+        K, name = loop.system.num_draft, subject.drafter.name
+        drafts = f"{K} draft{'s' * (K > 1)} of {name}, and a target near them"
+        if self.is_coupled:
+            loop.check_equal(loop.plain(of, seeds), output, of, "by plain decoding")
+            what = f"texts of {_TEXT} tokens with {drafts}, and of plain decoding"
+            self._add(what, "equality", trials=output.size)
+            return
+        row = self.rows[_TEXT_SETTING]
+        kinds = loop.kinds(state, of)
+        p_value = check_texts(loop, output, kinds, row, subject.logits_of, self.alpha)
+        what = (
+            f"each of {_TEXT} tokens, the first of each round by the round before, and those of "
+            f"neighbouring seeds jointly, with {drafts}"
+        )
+        self._add(what, "chi-square", p_value=p_value, trials=output[:, 1:].size)
 
     def _check_states(self, loop: Loop, subject: Subject, of: np.ndarray) -> np.ndarray:
         """Compares the drafter's states with fresh ones twice; returns the output of all rows."""
@@ -342,6 +418,9 @@ class _Run:
         if is_compared and not self.is_coupled:
             what = f"drafts of {name} after the same texts, before and after others were decoded"
             self._add(what, "equality", trials=loop.check_stateless())
+        if is_compared:
+            what = f"drafts of {name} in batches of one and in a larger batch"
+            self._add(what, "equality", trials=loop.check_alone())
         return loop.output(state, of)
 
     def _check_places(
@@ -407,6 +486,11 @@ class _Run:
                 f"rounds of {drafter.name} were not enumerated, but those of a toy draft model: "
                 "it does not draw with Context.gumbel, as draft_chain does"
             )
+        if not self.is_gumbel_max:
+            open_ends.append(
+                f"rare last tokens of {self.rule.name}: they are not the argmax of "
+                "log(replacement) + noise.gumbel, so they were drawn with ordinary noise"
+            )
         if self.is_hidden:
             open_ends.append(
                 f"what {drafter.name} remembers of one row and drafts for others: each row of the "
@@ -419,6 +503,7 @@ class _Run:
             )
         if self.padded is None:
             open_ends.append("a padded vocabulary: give a function make(target) as drafter")
+        open_ends.append(f"texts of more than {1 + _TEXT} tokens")
         open_ends.append("vocabularies, weights and rounding of real models; several devices")
         return Certificate(
             self.rule.name,

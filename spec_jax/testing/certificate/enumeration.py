@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.contracts import Noise, Proposal, Rule
+from spec_jax.contracts import Noise, Proposal, Rule, Verdict
 from spec_jax.testing.certificate.forcing import (
     AS_WRITTEN,
     FREE,
@@ -27,8 +27,9 @@ from spec_jax.testing.certificate.forcing import (
     possible_drafts,
 )
 from spec_jax.testing.certificate.records import CertificateError, StatementError
-from spec_jax.testing.oracles import Row
+from spec_jax.testing.oracles import Row, tail_of_sums
 
+_DRAWS = 200_000  # of last tokens, of a rule that is no Gumbel-max draw
 _MARGIN = 1e-6  # of a coin, and of its logarithm: 16 roundings of float32
 _CLEARLY = 1e-3  # apart: two probabilities whose order no rounding changes
 
@@ -48,6 +49,32 @@ class RoundOutcome(NamedTuple):
     emitted: tuple[int, ...]
     weight: float
     rounding: float
+
+
+class RoundOutcomes(NamedTuple):
+    """All outcomes of some rounds.
+
+    Attributes:
+      ends: the outcomes.
+      may_miss: bool[N], of which items outcomes may be missing, since a coin is 1, but perhaps only
+        rounded to 1.
+      p_value: of the rule's last tokens, corrected for the number of tests, where they are not the
+        argmax of the stated distribution's logarithm and the noise; None where they are.
+    """
+
+    ends: list[RoundOutcome]
+    may_miss: np.ndarray
+    p_value: float | None
+
+
+def one_by_one(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    """Returns a rule's function that is called for every row of a batch in a batch of its own."""
+
+    def one(*row):
+        verdict = accept(*jax.tree.map(lambda x: x[None], row))
+        return jax.tree.map(lambda x: x[0], verdict)
+
+    return jax.vmap(one)
 
 
 def outcomes(
@@ -96,28 +123,24 @@ def outcomes(
         raise CertificateError(
             f"drafter {system.drafter.name!r} draws from another distribution than Proposal.probs"
         )
-    ends, _ = verdicts(system.rule, forced._replace(weights=np.asarray(weights)))
-    for end in ends:
+    found = verdicts(system.rule, forced._replace(weights=np.asarray(weights)))
+    for end in found.ends:
         row, output = items[end.item]
         yield row, (*output, *end.emitted), end.weight
 
 
-def verdicts(
-    rule: Rule, forced: Forced, chunk: int = 4096
-) -> tuple[list[RoundOutcome], np.ndarray]:
+def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096) -> RoundOutcomes:
     """Returns every outcome of rounds with given drafts.
 
     Args:
       rule: whose coins and last token are forced.
       forced: the drafts.
+      alpha: smallest p-value that passes, of a rule whose last token is no Gumbel-max draw.
       chunk: outcomes computed at once.
-
-    Returns:
-      The outcomes, and bool[N]: of which items outcomes may be missing, since a coin is 1, but
-      perhaps only rounded to 1.
 
     Raises:
       StatementError: the rule does not do what it states.
+      CertificateError: the rule gives a row another verdict in a batch of one.
     """
     size, K = forced.proposal.tokens.shape
     V = forced.logits.shape[2]
@@ -126,7 +149,7 @@ def verdicts(
         lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
     )
     noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
-    verdict, of_draft = run(np.arange(size), noise)
+    verdict, of_draft, _ = run(np.arange(size), noise)
     stated = np.asarray(verdict.accept_probs, np.float64)
     coins = np.minimum(stated, 1.0)
     may_miss = ((coins == 1) & ~_is_clearly_more(forced.proposal, of_draft)).any(axis=1)
@@ -157,32 +180,85 @@ def verdicts(
     index, uniforms, ends = (np.repeat(x, V, axis=0) for x in (index, uniforms, ends))
     token = np.tile(np.arange(V), len(weights))
     gumbel = 1e4 * np.eye(V, dtype=np.float32)[token][:, None]
-    verdict, _ = run(index, Noise(uniforms.astype(np.float32), gumbel))
+    verdict, _, alone = run(index, Noise(uniforms.astype(np.float32), gumbel))
+    _check_alone(rule, forced, index, verdict, alone)
     # The coin must flip at the stated probability and nowhere else, and ordinary noise must
     # draw from the stated replacement.
-    gumbel = np.random.default_rng(1).gumbel(size=gumbel.shape).astype(np.float32)
-    far, _ = run(index, Noise(ends.astype(np.float32), gumbel))
+    random = np.random.default_rng(1)
+    gumbel = random.gumbel(size=gumbel.shape).astype(np.float32)
+    far, _, _ = run(index, Noise(ends.astype(np.float32), gumbel))
     is_same = (far.n_accept == verdict.n_accept) & (
         np.abs(far.accept_probs - stated[index]).max(axis=1) < 1e-6
     )
     if not is_same[np.repeat(is_apart, V)].all():
         raise StatementError(f"rule {rule.name!r} does not flip its coins at accept_probs")
-    drawn = far.tokens[np.arange(len(index)), far.n_accept]
-    other_draw = f"rule {rule.name!r} does not draw from its replacement distribution"
-    if not is_argmax(drawn, far.replacement, gumbel[:, 0]).all():
-        raise StatementError(other_draw)
-    dist = np.asarray(verdict.replacement, np.float64)[np.arange(len(index)), token]
-    n, tokens = verdict.n_accept, verdict.tokens
-    possible = np.flatnonzero(dist > 0)
-    if (tokens[possible, n[possible]] != token[possible]).any():
-        raise StatementError(other_draw)
+    places = np.arange(len(index))
+    drawn = far.tokens[places, far.n_accept]
+    dist = np.asarray(verdict.replacement, np.float64)[places, token]
+    n, possible = verdict.n_accept, np.flatnonzero(dist > 0)
+    is_gumbel_max = is_argmax(drawn, far.replacement, gumbel[:, 0]).all()
+    is_gumbel_max &= (verdict.tokens[places, n] == token)[possible].all()
+    p_value = None
+    if not is_gumbel_max:  # it may read the noise in another way
+        some = np.resize(places, max(_DRAWS, len(places)))
+        gumbel = random.gumbel(size=(len(some), 1, V)).astype(np.float32)
+        draws, _, _ = run(index[some], Noise(ends[some].astype(np.float32), gumbel))
+        p_value = _test_last([forced.items[i] for i in index[some]], draws)
+        if not p_value >= alpha:
+            raise StatementError(
+                f"rule {rule.name!r} does not draw from its replacement distribution"
+            )
     weights, rounding = (
         forced.weights[index] * np.repeat(x, V) * dist for x in (weights, rounding)
     )
-    emitted = lambda i: tuple(tokens[i, : n[i] + 1].tolist())
-    return [
-        RoundOutcome(int(index[i]), emitted(i), weights[i], rounding[i]) for i in possible
-    ], may_miss
+    emitted = lambda i: (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
+    ends = [RoundOutcome(int(index[i]), emitted(i), weights[i], rounding[i]) for i in possible]
+    return RoundOutcomes(ends, may_miss, p_value)
+
+
+def _check_alone(rule: Rule, forced: Forced, index, verdict: Verdict, alone: Verdict) -> None:
+    """Raises a CertificateError where a row's verdict in a batch of one is another one."""
+    is_read = np.arange(verdict.tokens.shape[1]) <= verdict.n_accept[:, None]
+    is_same = ((verdict.tokens == alone.tokens) | ~is_read).all(axis=1)
+    differing = np.flatnonzero(~is_same | (verdict.n_accept != alone.n_accept))
+    if not len(differing):
+        return
+    i = differing[0]
+    emitted, others = (x.tokens[i, : x.n_accept[i] + 1].tolist() for x in (verdict, alone))
+    raise CertificateError(
+        f"rule {rule.name!r} emits {others} for a row in a batch of one, and {emitted} in a larger "
+        f"batch, with the same noise, after the output {forced.items[index[i]][1]} "
+        f"(K={is_read.shape[1] - 1})"
+    )
+
+
+def _test_last(items: Sequence[tuple[int, tuple[int, ...]]], verdict: Verdict) -> float:
+    """Returns the p-value of last tokens, by row and by text, token by token and by rank.
+
+    Args:
+      items: (row, output) before each draw.
+      verdict: what the rule gave with ordinary noise for the last token.
+    """
+    places = np.arange(len(items))
+    texts = {item: i for i, item in enumerate(dict.fromkeys(items))}
+    by_text = np.asarray([texts[item] for item in items])
+    V, P = verdict.replacement.shape[1], verdict.tokens.shape[1]
+    by_row = np.asarray([row for row, _ in items]) * P + verdict.n_accept
+    off, variance = np.zeros((2, 2, 2, 1 + max(by_text.max(), by_row.max()), V))
+    dist = np.asarray(verdict.replacement, np.float64)
+    drawn = verdict.tokens[places, verdict.n_accept]
+    if not (dist[places, drawn] > 0).all():
+        return 0.0
+    dist /= dist.sum(axis=1, keepdims=True)
+    by_id = np.eye(V)[drawn] - dist, dist * (1 - dist)
+    order = np.argsort(-dist, axis=1)
+    by_rank = [np.take_along_axis(x, order, axis=1) for x in by_id]
+    for i, group in enumerate((by_text, by_row)):
+        for j, (x, y) in enumerate((by_id, by_rank)):
+            np.add.at(off[i, j], group, x)
+            np.add.at(variance[i, j], group, y)
+    p_values = tail_of_sums(off, variance)[variance > 0]
+    return min(1.0, float(p_values.min(initial=1.0)) * len(p_values))
 
 
 def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
@@ -220,7 +296,7 @@ def sample_verdicts(
             free.random((trials, K), np.float32),
             free.gumbel(size=(trials, 1, V)).astype(np.float32),
         )
-        verdict, _ = in_chunks(
+        verdict, _, _ = in_chunks(
             lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
         )
         for i, n, tokens in zip(index, verdict.n_accept, verdict.tokens):
@@ -233,11 +309,12 @@ def _gather(forced: Forced, index: np.ndarray):
 
 @functools.partial(jax.jit, static_argnames="rule", compiler_options=AS_WRITTEN)
 def _accept(rule: Rule, logits, contexts, proposal, noise):
-    """Returns the verdict, and f32[N,K], the target's probability of every draft."""
+    """The verdict, the target's f32[N,K] of every draft, and the verdicts in batches of one."""
     _, _, sampler, _ = contexts
     scores = decoding.score(logits, sampler, proposal, is_argmax=rule.is_greedy)
     K = proposal.tokens.shape[1]
     parents = jnp.arange(K) if proposal.parents is None else proposal.parents
     rows = jnp.arange(len(logits))[:, None]
     of_draft = scores.probs[rows, parents, proposal.tokens]
-    return decoding.call_accept(rule, scores, proposal, noise), of_draft
+    verdict = decoding.call_accept(rule, scores, proposal, noise)
+    return verdict, of_draft, one_by_one(rule.accept)(scores, proposal, noise)

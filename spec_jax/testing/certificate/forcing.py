@@ -204,7 +204,7 @@ def draws_as_reported(
     propose = functools.partial(_propose_as_written, system, params)
     noises = (gumbel, _outweighing(forced.proposal, parents))
     drawn = [in_chunks(propose, batch, forced.contexts, noise)[1] for noise in noises]
-    is_drawn = [_draws_as_reported(x, noise, parents) for x, noise in zip(drawn, noises)]
+    is_drawn = [matches_report(x, noise, parents) for x, noise in zip(drawn, noises)]
     return np.logical_and(*is_drawn)
 
 
@@ -221,7 +221,7 @@ def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
     return noise
 
 
-def _draws_as_reported(drawn, gumbel, parents) -> np.ndarray:
+def matches_report(drawn: Proposal, gumbel: np.ndarray, parents: Sequence[int]) -> np.ndarray:
     """bool[N], whether each token is its parent's Gumbel-max draw, earlier siblings left out."""
     probs, is_drawn = np.array(drawn.probs), np.ones(len(drawn.tokens), bool)
     is_offered = np.asarray(drawn.is_offered)

@@ -11,11 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.contracts import Proposal
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.generation import find_forbidding, find_raised
 from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.forcing import AS_WRITTEN, DRAFT_SEED, propose_afresh
+from spec_jax.testing.certificate.forcing import (
+    AS_WRITTEN,
+    DRAFT_SEED,
+    matches_report,
+    parents_of,
+    propose_afresh,
+)
 from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, short, where
 from spec_jax.testing.certificate.rounds import Difference
 from spec_jax.testing.oracles import (
@@ -23,8 +30,10 @@ from spec_jax.testing.oracles import (
     goodness_of_fit,
     plain_distribution,
     reference_distribution,
+    tail_of_sums,
 )
 
+_ALONE = 200  # places whose drafts are drawn in batches of one
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
 
 
@@ -34,14 +43,21 @@ class Loop:
     Attributes:
       system: target, drafter, rule and K.
       params: ``{"target": ..., "draft": ...}``.
-      rows: prompts and samplers; each has the same number of places in the batch.
+      rows: prompts and samplers.
       num_tokens: how many tokens follow the first one.
+      slots: of all states; loops with as many share the programs that read the prompts.
     """
 
     def __init__(
-        self, system: decoding.System, params: dict[str, Any], rows: Sequence[Row], num_tokens: int
+        self,
+        system: decoding.System,
+        params: dict[str, Any],
+        rows: Sequence[Row],
+        num_tokens: int,
+        slots: int,
     ):
         self.system, self.params, self.rows, self.num_tokens = system, params, rows, num_tokens
+        self.slots = slots
         self._asked: tuple[Any, Any, Any] | None = None  # contexts, noise, proposal
         self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
         self._prompts = np.zeros((len(rows), self._lengths.max()), np.int32)
@@ -77,7 +93,7 @@ class Loop:
             jnp.full((B, 1), -1, jnp.int32),
             *samplers,
             system=system,
-            slots=int(self._lengths.max()) + self.num_tokens + 2 + self.system.lookahead_slots,
+            slots=self.slots,
         )
 
     def generate(
@@ -114,10 +130,17 @@ class Loop:
             if raised is not None:
                 why = f"the drafter raised {type(raised).__name__}: {raised}"
             raise CertificateError(
-                f"{self._name()}: a row stops early ({why}), {place}"
+                f"{self.name}: a row stops early ({why}), {place}"
             ) from raised
+        return self._emitted(tokens, of)
+
+    def kinds(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
+        """Returns i64[B,1+num_tokens], the ``Kind`` of each token of the output."""
+        return self._emitted(np.asarray(state.kind), of)
+
+    def _emitted(self, array: np.ndarray, of: np.ndarray) -> np.ndarray:
         index = self._lengths[of][:, None] + np.arange(1 + self.num_tokens)
-        return np.take_along_axis(tokens, index, axis=1).astype(np.int64)
+        return np.take_along_axis(array, index, axis=1).astype(np.int64)
 
     def decode(self, of: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """Returns i64[B,1+num_tokens], what rows emit; the arguments are those of ``prefill``."""
@@ -142,30 +165,16 @@ class Loop:
         B, K, V = len(of), self.system.num_draft, self.system.target.vocab_size
         noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
         noise = np.broadcast_to(noise, (B, K, V))  # of all rows, whatever their place
-        kept = _propose_next(self.system, self.params, state, noise)
+        kept = propose_next(self.system, self.params, state, noise)
         contexts = (state.tokens, state.length, state.sampler, state.draft_sampler)
         _, fresh = _propose_afresh(self.system, self.params, contexts, noise)
         if self._asked is None:  # on the host, since the state's arrays are donated
             self._asked = jax.tree.map(np.asarray, (contexts, noise, fresh))
         kept, fresh = jax.tree.map(np.asarray, (kept, fresh))
-        offered = [np.asarray(proposal.is_offered) for proposal in (kept, fresh)]
-        alike = (offered[0] == offered[1]).all(axis=1)
-        is_offered = offered[0] & offered[1]
-        error = np.zeros(B)
-        if kept.probs is None:
-            alike &= ((kept.tokens == fresh.tokens) | ~is_offered).all(axis=1)
-            if kept.parents is not None:
-                alike &= ((kept.parents == fresh.parents) | ~is_offered).all(axis=1)
-        else:
-            # After a near tie two chains go on from different drafts: compare up to there.
-            same = np.cumprod(kept.tokens == fresh.tokens, axis=1)
-            same = np.concatenate([np.ones((B, 1), bool), same[:, :-1] > 0], axis=1)
-            off = np.abs(kept.probs - fresh.probs).max(axis=2)
-            off = np.where(is_offered & same, off, 0.0)
-            error = off.max(axis=1)
-        differing = np.flatnonzero(~alike | ~(error <= _TOLERANCE))
+        alike, off = _compare(kept, fresh)
+        differing = np.flatnonzero(~alike | ~(off.max(axis=1) <= _TOLERANCE))
         if not len(differing):
-            return float(error.max())
+            return float(off.max())
         total = np.asarray(state.total)
         b = differing[total[differing].argmin()]
         row, tokens = self.rows[of[b]], np.asarray(state.tokens)[b]
@@ -209,6 +218,34 @@ class Loop:
             )
         return len(before.tokens)
 
+    def check_alone(self) -> int:
+        """Compares what is proposed after some texts with what is in batches of one.
+
+        Returns:
+          How many texts.
+
+        Raises:
+          CertificateError: the drafts differ, or their distributions.
+        """
+        contexts, noise, batch = self._asked
+        count = min(_ALONE, len(noise))
+        for b in range(count):
+            context, gumbel, row = jax.tree.map(lambda x: x[b : b + 1], (contexts, noise, batch))
+            _, alone = _propose_afresh(self.system, self.params, context, gumbel)
+            alone = jax.tree.map(np.asarray, alone)
+            alike, off = _compare(alone, row)
+            is_drawn = (alone.tokens == row.tokens).all()
+            if alone.probs is not None:  # a near tie is drawn either way
+                is_drawn |= matches_report(alone, gumbel, parents_of(self.system)).all()
+            if not (alike.all() and (off <= _TOLERANCE).all() and is_drawn):
+                tokens, length = contexts[0][b], contexts[1][b]
+                raise CertificateError(
+                    f"drafter {self.system.drafter.name!r} proposes other drafts in a batch of one "
+                    f"than in a larger batch, after the tokens {tokens[: length + 1].tolist()} "
+                    f"(K={self.system.num_draft})"
+                )
+        return count
+
     def check_equal(
         self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str, hint: str = ""
     ) -> None:
@@ -228,7 +265,7 @@ class Loop:
         b = first.argmin()
         index = first[b]
         raise CertificateError(
-            f"{self._name()}: token {actual[b, index]} should be {expected[b, index]} as decoded "
+            f"{self.name}: token {actual[b, index]} should be {expected[b, index]} as decoded "
             f"{how}, {where(self.rows[of[b]], actual[b, :index], self.system.num_draft)}{hint}"
         )
 
@@ -260,7 +297,7 @@ class Loop:
         p_value = min(1.0, p_value * len(tests))
         if not p_value >= alpha:
             raise CertificateError(
-                f"{self._name()}: the decoded tokens do not have the target's distribution "
+                f"{self.name}: the decoded tokens do not have the target's distribution "
                 f"(chi-square p-value {p_value:.1e}): "
                 f"{_first_difference(row, seen, dist, begin, self)}"
             )
@@ -278,8 +315,6 @@ class Loop:
         Drafts that are accepted too readily are less probable than plain decoding's tokens. The
         test sees this in any vocabulary, where few sequences are emitted twice. All tokens but the
         first count, each by its distribution after those before it.
-
-        Source: Freedman's inequality for martingales; the p-value is an upper bound.
 
         Args:
           output: i64[N,1+num_tokens], of the first N places.
@@ -312,7 +347,7 @@ class Loop:
                 p = dist_of(r, before)
                 if p[token] == 0:
                     raise CertificateError(
-                        f"{self._name()}: token {token}, which plain decoding never emits, "
+                        f"{self.name}: token {token}, which plain decoding never emits, "
                         f"{where(self.rows[r], before, K)}"
                     )
                 mean = p @ p
@@ -322,22 +357,23 @@ class Loop:
                     (variance, p @ p**2 - mean**2),
                 ):
                     sums[[r, R]] += value
-        off = np.abs(emitted - expected)
-        p_values = 2 * np.exp(-(off**2) / np.maximum(2 * (variance + off / 3), 1e-9))
+        p_values = tail_of_sums(emitted - expected, variance)
         worst = int(p_values.argmin())
         p_value = min(1.0, float(p_values[worst]) * len(p_values))
         if not p_value >= alpha:
             count = self.num_tokens * (len(output) if worst == R else int((rows == worst).sum()))
             settings = "all settings" if worst == R else settings_of(self.rows[worst])
             raise CertificateError(
-                f"{self._name()}: the decoded tokens do not have the target's distribution: "
+                f"{self.name}: the decoded tokens do not have the target's distribution: "
                 f"plain decoding gives them the mean probability {emitted[worst] / count:.4f}, and "
                 f"its own tokens {expected[worst] / count:.4f} (p-value {p_value:.1e} over "
                 f"{count:,} tokens; K={K}, {settings})"
             )
         return p_value, Range.join(ranges)
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
+        """Rule and drafter, for messages."""
         return f"rule {self.system.rule.name!r}, drafter {self.system.drafter.name!r}"
 
 
@@ -350,7 +386,7 @@ _generate = jax.jit(
 
 
 @functools.partial(jax.jit, static_argnames="system")
-def _propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
+def propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
     context = system.context(
         state.tokens,
         state.length,
@@ -363,6 +399,25 @@ def _propose_next(system: decoding.System, params, state: decoding.DecodeState, 
 
 
 _propose_afresh = jax.jit(propose_afresh, static_argnames="system")
+
+
+def _compare(a: Proposal, b: Proposal) -> tuple[np.ndarray, np.ndarray]:
+    """bool[B], whether as much is offered, the same if nothing is reported; f64[B,K], how far apart
+    the reports are.
+    """
+    B, K = a.tokens.shape
+    offered = [np.asarray(proposal.is_offered) for proposal in (a, b)]
+    alike = (offered[0] == offered[1]).all(axis=1)
+    is_offered = offered[0] & offered[1]
+    if a.probs is not None:
+        # After a near tie two chains go on from different drafts: compare up to there.
+        same = np.cumprod(a.tokens == b.tokens, axis=1)
+        same = np.concatenate([np.ones((B, 1), bool), same[:, :-1] > 0], axis=1)
+        return alike, np.where(is_offered & same, np.abs(a.probs - b.probs).max(axis=2), 0.0)
+    alike &= ((a.tokens == b.tokens) | ~is_offered).all(axis=1)
+    if a.parents is not None:
+        alike &= ((a.parents == b.parents) | ~is_offered).all(axis=1)
+    return alike, np.zeros((B, K))
 
 
 def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:

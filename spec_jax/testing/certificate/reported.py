@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,16 @@ def first_drafts(forced: Forced, offered: int) -> Forced:
         logits=blank(some.proposal.logits),
     )
     return some._replace(weights=weights, proposal=cut)
+
+
+def with_confidence(forced: Forced) -> Forced:
+    """Returns the rounds with a confidence in each draft, which depends on the drafts before it."""
+    proposal, drawn = forced.proposal, defaultdict(np.random.default_rng(5).random)
+    confidence = [
+        [drawn[item, tuple(tokens[:i])] for i in range(len(tokens))]
+        for item, tokens in zip(forced.items, proposal.tokens.tolist())
+    ]
+    return forced._replace(proposal=proposal.replace(confidence=np.float32(confidence)))
 
 
 def _drawn(forced: Forced, wanted, i) -> list[int]:

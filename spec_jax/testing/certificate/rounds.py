@@ -75,6 +75,7 @@ class RoundComparison(NamedTuple):
       error: the largest error of a joint probability.
       num_outcomes: how many outcomes there were.
       p: the probabilities that the target gave.
+      p_value: of the rule's last tokens; None where they are Gumbel-max draws, see ``verdicts``.
       first: the difference after the shortest output, the largest of these; None where all errors
         are within the tolerance.
     """
@@ -83,6 +84,7 @@ class RoundComparison(NamedTuple):
     num_outcomes: int
     p: Range
     first: Difference | None = None
+    p_value: float | None = None
 
 
 def compare(
@@ -178,6 +180,7 @@ def check_round(
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     tolerance: float,
+    alpha: float = 1e-6,
 ) -> RoundComparison:
     """Enumerates the outcomes of rounds and compares them with plain decoding.
 
@@ -187,6 +190,7 @@ def check_round(
       rows: prompts and samplers.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
       tolerance: on the errors, see ``compare``.
+      alpha: smallest p-value that passes, see ``verdicts``.
 
     Raises:
       CertificateError: a difference; the message says where.
@@ -194,7 +198,7 @@ def check_round(
     name = f"rule {system.rule.name!r}, drafter {system.drafter.name!r}"
     judge = functools.partial(compare, forced=forced, rows=rows, logits_of=logits_of)
     try:
-        found, may_miss = verdicts(system.rule, forced)
+        found = verdicts(system.rule, forced, alpha)
     except StatementError as error:
         # What the verdict states cannot be summed over; what the rule does can be sampled.
         sampled = sample_verdicts(system.rule, forced, _SAMPLES)
@@ -204,7 +208,7 @@ def check_round(
         raise StatementError(
             f"{error}: {first.text(system.num_draft)}, measured in {_SAMPLES:,} draws"
         ) from None
-    comparison = judge(found, tolerance=tolerance, may_miss=may_miss)
+    comparison = judge(found.ends, tolerance=tolerance, may_miss=found.may_miss)
     if comparison.first is not None:
         raise CertificateError(f"{name}: {comparison.first.text(system.num_draft)}")
-    return comparison
+    return comparison._replace(p_value=found.p_value)
