@@ -1,14 +1,15 @@
-"""Compilation: how long it takes, what is compiled, and where compiled programs are kept."""
+"""Compilation: how long it takes, what is compiled, and which compiled programs are kept."""
 
 from __future__ import annotations
 
 import collections
 import contextvars
 import functools
+import logging
 import pathlib
 import threading
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +17,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from spec_jax.progress import Notice
 
+_BACKEND = "/jax/core/compile/backend_compile_duration"  # or reading from the compilation cache
 _EVENTS = frozenset(
     (
         "/jax/core/compile/jaxpr_trace_duration",
         "/jax/core/compile/jaxpr_to_mlir_module_duration",
-        "/jax/core/compile/backend_compile_duration",  # or reading from the compilation cache
+        _BACKEND,
     )
 )
+_log = logging.getLogger(__name__)
 _KEPT_OVER_S = 0.3  # programs that took longer to compile are kept on disk
 
 
@@ -77,6 +80,8 @@ def _end_event(event: str, begin: float, end: float, **_: Any) -> None:
     if event not in _EVENTS:
         return
     add_span(begin, end)
+    if event == _BACKEND:
+        _kept.num_compiled += 1
     if (program := _program.get()) is not None:
         with _lock:
             _recent.append((program.key, begin, end))
@@ -158,3 +163,146 @@ class NamedProgram:
         for key, begin, end in while_here:
             if key == self.key:
                 add_span(max(begin, self._begin), end)
+
+
+_MAPS = pathlib.Path("/proc/self/maps")  # a memory map a line; Linux alone has the file
+_LIMIT = 65_530  # maps of a process, by default
+_LOOK_EVERY = 8  # compilations; each program holds dozens of maps, and counting them takes a while
+
+
+class _Kept:
+    """The compiled programs of ``bounded_jit``, in the order of their last use.
+
+    Attributes:
+      programs: a function of ``jax.jit`` by the ``bounded_jit`` and the static arguments.
+      num_compiled: how often this process has compiled anything.
+    """
+
+    def __init__(self):
+        self.programs: collections.OrderedDict[tuple[Hashable, ...], Any] = (
+            collections.OrderedDict()
+        )
+        self.num_compiled = self._num_seen = self._unfreed = 0
+
+    def use(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+        """Returns the function of a key, which becomes the last that was used."""
+        with _lock:
+            if key not in self.programs:
+                self.programs[key] = make()
+            self.programs.move_to_end(key)
+            return self.programs[key]
+
+    def bound(self, result: Any) -> None:
+        """Drops programs if there are too many; called after each call, with its result.
+
+        Maps that dropping does not free, such as mapped files, raise the bound; otherwise every
+        program would soon be dropped.
+        """
+        if self.num_compiled < self._num_seen + _LOOK_EVERY:
+            return
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(result)):
+            return  # within a program that is being traced
+        self._num_seen = self.num_compiled
+        most = min(max(_LIMIT // 3, 2 * self._unfreed), _LIMIT * 4 // 5)
+        if _count_maps() > most:
+            remaining = release_programs(most // 2)
+            if remaining > most // 2:  # although every program was dropped
+                self._unfreed = remaining
+
+
+_kept = _Kept()
+
+
+def bounded_jit(
+    function: Callable[..., Any], *, static_argnames: str | Sequence[str] = (), **options: Any
+) -> BoundedJit:
+    """``jax.jit`` for a process that compiles any number of programs.
+
+    On Linux a process has at most 65,530 maps of memory by default, of which each program that is
+    compiled for a CPU holds dozens; beyond them compiling ends in a crash. When a third of them is
+    in use, the programs that have not been used for longest are dropped until half of that is left,
+    see ``release_programs``.
+
+    Args:
+      function: what is compiled; its static arguments are keyword-only.
+      static_argnames: as of ``jax.jit``; programs are dropped by their values, for all shapes.
+      **options: of ``jax.jit``.
+    """
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    return BoundedJit(function, names, options)
+
+
+class BoundedJit:
+    """A function that is compiled when it is called; made by ``bounded_jit``."""
+
+    def __init__(self, function: Callable, static_argnames: tuple[str, ...], options: dict):
+        functools.update_wrapper(self, function)
+        self._static_argnames, self._options = static_argnames, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _listen()
+        result = self._jitted(kwargs)(*args, **kwargs)
+        _kept.bound(result)
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As of ``jax.jit``."""
+        return self._jitted(kwargs).lower(*args, **kwargs)
+
+    def num_programs(self) -> int:
+        """Returns how many compiled programs are kept."""
+        with _lock:
+            jitted = [x for key, x in _kept.programs.items() if key[0] is self]
+        return sum(x._cache_size() for x in jitted)
+
+    def drop_programs(self) -> None:
+        """Drops all compiled programs of this function."""
+        with _lock:
+            keys = [key for key in _kept.programs if key[0] is self]
+            dropped = [_kept.programs.pop(key) for key in keys]
+        del dropped  # outside of the lock
+
+    def _jitted(self, kwargs: dict[str, Any]) -> Any:
+        def make() -> Any:
+            # jax shares programs between jits of one function: a partial is another one.
+            function = functools.partial(self.__wrapped__)
+            return jax.jit(function, static_argnames=self._static_argnames, **self._options)
+
+        return _kept.use((self, *map(kwargs.get, self._static_argnames)), make)
+
+
+def release_programs(max_maps: int) -> int:
+    """Drops compiled programs until this process has few enough maps of memory.
+
+    Those of ``bounded_jit`` that have not been used for longest are dropped first; if that is not
+    enough, all programs that jax keeps. A dropped program is compiled again by its next call. Calls
+    that are running, in any thread, are not affected. Only Linux reports memory maps; elsewhere
+    nothing is dropped.
+
+    Args:
+      max_maps: maximum number of maps.
+
+    Returns:
+      The number of maps that remain.
+    """
+    before = num_maps = _count_maps()
+    num_dropped = 0
+    while num_maps > max_maps and _kept.programs:
+        with _lock:
+            count = -(-len(_kept.programs) // 4)  # at a time, as counting maps takes a while
+            oldest = [_kept.programs.popitem(last=False)[1] for _ in range(count)]
+        num_dropped += sum(x._cache_size() for x in oldest)
+        del oldest
+        num_maps = _count_maps()
+    if num_maps > max_maps:
+        jax.clear_caches()
+        num_maps = _count_maps()
+        _log.info("%d memory maps: dropped all compiled programs; %d remain", before, num_maps)
+    elif num_dropped:
+        text = "%d memory maps: dropped %d compiled programs; %d remain"
+        _log.info(text, before, num_dropped, num_maps)
+    return num_maps
+
+
+def _count_maps() -> int:
+    return _MAPS.read_bytes().count(b"\n") if _MAPS.exists() else 0

@@ -41,10 +41,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.compilation import bounded_jit
 from spec_jax.config import SamplerConfig
 from spec_jax.errors import SpecJaxError
 from spec_jax.loading import LoadedModel
@@ -343,7 +343,7 @@ class MockTarget(FunctionTarget):
         super().__init__(_look_up(table))
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(bounded_jit, static_argnames="model")
 def _logits(params, tokens, *, model):
     """f32[T,V] of tokens i32[T], by one pass over an empty cache."""
     cache = model.init_cache(params, 1, tokens.shape[0])

@@ -28,6 +28,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from support import cost, examples  # noqa: E402
 
+from spec_jax import compilation  # noqa: E402
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 
@@ -102,27 +104,18 @@ def pytest_xdist_make_scheduler(config, log):
     return LoadFileScheduling(config, log)
 
 
-_MAPS = pathlib.Path("/proc/self/maps")
-
-
-def _release_programs(most: int) -> None:
-    """Frees compiled programs where they are many: each holds dozens of memory maps, and a process
-    has a limited number of them (65,530 on Linux), beyond which compiling ends in a crash."""
-    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > most:
-        jax.clear_caches()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _release_programs_of_the_module():
+    """Also those that tests compile themselves, which the package drops last."""
     yield
-    _release_programs(12_000)  # the next one may take 30,000 in its default tier
+    compilation.release_programs(12_000)  # the next one may take 30,000 in its default tier
 
 
 @pytest.fixture(autouse=True)
 def _release_programs_of_the_test(request):
     yield
     if request.node.get_closest_marker("exhaustive"):
-        _release_programs(30_000)
+        compilation.release_programs(30_000)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import rng
+from spec_jax.compilation import bounded_jit
 from spec_jax.decoding.calls import blame, call_prefill, check_state
 from spec_jax.decoding.observers import see_first
 from spec_jax.decoding.round import decode_round
@@ -139,7 +140,7 @@ def chunk_of(num_tokens: int, system: System) -> int | None:
     return system.prefill_chunk if num_tokens > system.prefill_chunk else None
 
 
-@functools.partial(jax.jit, static_argnames=("target", "slots", "chunk"))
+@functools.partial(bounded_jit, static_argnames=("target", "slots", "chunk"))
 def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
     """Feeds prompts to the target, in passes of ``chunk`` tokens per row; None: in one pass.
 
@@ -183,7 +184,7 @@ def _before_chunks(params, tokens, target, slots, num_tokens):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("target", "slots", "num_tokens"), donate_argnames=("fed",)
+    bounded_jit, static_argnames=("target", "slots", "num_tokens"), donate_argnames=("fed",)
 )
 def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
     """Feeds one chunk of prompts to the target, so that other rows can decode before the next one.
@@ -207,18 +208,18 @@ def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
         return _feed(params, target, fed, begin, n, tokens)
 
 
-@functools.partial(jax.jit, static_argnames="target")
+@functools.partial(bounded_jit, static_argnames="target")
 def _unembed(params, last, *, target):
     return target.unembed(params, last)
 
 
-@functools.partial(jax.jit, static_argnames="count")
+@functools.partial(bounded_jit, static_argnames="count")
 def _repeat_rows(fed, *, count):
     """Returns ``fed`` with every row ``count`` times."""
     return constrain_state(take_rows(fed, jnp.repeat(jnp.arange(len(fed[1])), count)))
 
 
-@functools.partial(jax.jit, static_argnames=("is_argmax", "slots"))
+@functools.partial(bounded_jit, static_argnames=("is_argmax", "slots"))
 def init_state(
     tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
 ) -> tuple[DecodeState, jax.Array]:
@@ -257,7 +258,7 @@ def init_state(
     return constrain_state(state), first
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "slots", "chunk"))
+@functools.partial(bounded_jit, static_argnames=("drafter", "slots", "chunk"))
 def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots, chunk):
     """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
@@ -266,7 +267,7 @@ def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots, 
         )
 
 
-@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+@functools.partial(bounded_jit, static_argnames=("system",), donate_argnames=("state",))
 def generate(
     params,
     state: DecodeState,
@@ -315,13 +316,13 @@ def read_chunk(state: DecodeState, rounds: jax.Array, row_rounds: jax.Array) -> 
     return replicate(chunk)
 
 
-@jax.jit
+@bounded_jit
 def read_row(state: DecodeState, row: jax.Array) -> Record:
     """Copies the output of row ``row`` (i32[]), so that the state may be donated."""
     return replicate(jax.tree.map(lambda x: x[row], Record.of(state)))
 
 
-@jax.jit
+@bounded_jit
 def read_rows(state: DecodeState) -> Record:
     """Copies the output of all rows."""
     return replicate(jax.tree.map(jnp.copy, Record.of(state)))
@@ -359,7 +360,7 @@ def insert(
     return _insert(state, jnp.int32(row), other, jnp.int32(index), system=system)
 
 
-@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+@functools.partial(bounded_jit, static_argnames=("system",), donate_argnames=("state",))
 def _insert(state, row, other, index, *, system):
     if len(other.limit) > 1:
         other = take_rows(other, index[None])

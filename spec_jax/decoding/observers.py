@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import FirstToken, Observer, Round, Rule, TargetScores
 from spec_jax.decoding.calls import blame, check_rows, check_state
 from spec_jax.decoding.state import DecodeState, Shared, System
@@ -65,7 +66,7 @@ def see_round(system: System, seen: dict[str, Any], of: Round) -> dict[str, Any]
     return watch(system, seen, look)
 
 
-@functools.partial(jax.jit, static_argnames=("system", "slots"))
+@functools.partial(bounded_jit, static_argnames=("system", "slots"))
 def see_first(
     tokens: jax.Array,
     lengths: jax.Array,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.compilation import bounded_jit
 from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters import registry
 from spec_jax.engine.decoder import Generation, SpeculativeDecoder
@@ -95,7 +95,13 @@ def unrolled(
     Returns:
       i64[K] twice: how many drafts the rule reached at each position, and how many it accepted.
     """
-    draft = _draft_table(head.config, target.model, target.config, num_draft)
+    draft = functools.partial(
+        _draft_table,
+        config=head.config,
+        model=target.model,
+        target_config=target.config,
+        num_draft=num_draft,
+    )
     reached, accepted = np.zeros((2, num_draft), np.int64)
     bar = Progress(len(rows), f"teacher-forced {head.method}", every_s=10.0, delay_s=2.0)
     for prompt, row in zip(prompts, rows):
@@ -138,15 +144,11 @@ def _text_drafts(config, model):
     return drafts
 
 
-@functools.cache
-def _draft_table(config, model, target_config, num_draft: int):
-    """Returns ``(target's params, head's, tokens i32[1,T+2]) -> i32[K,1,T]``, greedy drafts."""
-    drafts = _text_drafts(config, model)
-
-    @jax.jit
-    def table(target_params, head_params, tokens):
-        params = {"head": head_params, "target": target_params}
-        view = target_view(target_params, tokens, config=target_config, taps=config.taps)
-        return replicate(drafts(params, view.features, tokens, num_draft))
-
-    return table
+@functools.partial(bounded_jit, static_argnames=("config", "model", "target_config", "num_draft"))
+def _draft_table(
+    target_params, head_params, tokens, *, config, model, target_config, num_draft: int
+):
+    """Returns i32[K,1,T], greedy drafts at all places of the tokens i32[1,T+2]."""
+    params = {"head": head_params, "target": target_params}
+    view = target_view(target_params, tokens, config=target_config, taps=config.taps)
+    return replicate(_text_drafts(config, model)(params, view.features, tokens, num_draft))

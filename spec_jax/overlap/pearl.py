@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import decoding
+from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.decoding.calls import blame, call_commit, call_prefill
@@ -43,7 +44,7 @@ class DraftSide:
     draft: Any  # the drafter's state, of ``length + ahead.n_draft`` tokens
 
 
-@functools.partial(jax.jit, static_argnames=("system", "slots"))
+@functools.partial(bounded_jit, static_argnames=("system", "slots"))
 def prefill_draft(
     params, prompts, tokens, length, sampler, request, is_greedy, *, system: System, slots: int
 ) -> tuple[DraftSide, Outcome]:
@@ -70,7 +71,7 @@ def prefill_draft(
     return constrain_state((side, outcome))
 
 
-@functools.partial(jax.jit, static_argnames="system", donate_argnames="side")
+@functools.partial(bounded_jit, static_argnames="system", donate_argnames="side")
 def draft_ahead(
     params, side: DraftSide, outcome: Outcome, *, system: System
 ) -> tuple[Proposal, DraftSide]:
@@ -111,7 +112,7 @@ def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> Draft
     return side.replace(length=side.length + outcome.n_emit, ahead=ahead, draft=draft)
 
 
-@functools.partial(jax.jit, static_argnames="system", donate_argnames="state")
+@functools.partial(bounded_jit, static_argnames="system", donate_argnames="state")
 def score_ahead(
     params, state: DecodeState, ahead: jax.Array, *, system: System
 ) -> tuple[DecodeState, jax.Array, jax.Array | None]:
@@ -132,7 +133,7 @@ def score_ahead(
     return constrain_state(state.replace(target=cache)), logits, features
 
 
-@functools.partial(jax.jit, static_argnames="system", donate_argnames=("state", "ahead"))
+@functools.partial(bounded_jit, static_argnames="system", donate_argnames=("state", "ahead"))
 def accept_chain(
     state: DecodeState,
     ahead: Proposal,

@@ -9,6 +9,7 @@ import itertools
 import re
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 from support.tiny_models import LLAMA, random_weights
 
-from spec_jax import compilation, progress, testing
+from spec_jax import DecodeQueue, compilation, progress, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.engine import Engine
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, random_head
@@ -263,3 +265,89 @@ def test_a_damaged_program_among_those_that_are_kept_is_compiled_again(tmp_path,
     for path in tmp_path.glob("*-cache"):
         path.write_bytes(path.read_bytes()[:100])
     np.testing.assert_array_equal(compiled(), expected)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The bounded programs of one test: every set of them holds 100 maps, other things 1,000."""
+    kept = compilation._Kept()
+    monkeypatch.setattr(compilation, "_kept", kept)
+    monkeypatch.setattr(compilation, "_count_maps", lambda: 1000 + 100 * len(kept.programs))
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(len(kept.programs)))
+    cleared = kept.cleared = []
+    return kept
+
+
+@functools.partial(compilation.bounded_jit, static_argnames="power")
+def powered(x, *, power):
+    return x**power
+
+
+def test_the_programs_that_were_not_used_for_longest_are_dropped(kept):
+    x = jnp.arange(3.0)
+    for power in (2, 3, 4, 2):
+        powered(x, power=power)
+    assert powered.num_programs() == 3 and kept.cleared == []
+    assert compilation.release_programs(1250) == 1200
+    with counted() as names:
+        for power in (4, 2):
+            powered(x, power=power)
+        assert names == []
+        np.testing.assert_array_equal(powered(x, power=3), [0, 1, 8])
+    assert names == ["jit(powered)"]
+
+
+def test_all_programs_are_dropped_only_if_those_of_the_package_do_not_suffice(kept):
+    kept.use((powered, 2), lambda: jax.jit(jnp.sin))
+    assert compilation.release_programs(1100) == 1100 and len(kept.programs) == 1
+    assert compilation.release_programs(900) == 1000
+    assert kept.cleared == [0]
+
+
+def test_a_process_keeps_programs_up_to_a_third_of_the_maps_that_it_may_have(kept, monkeypatch):
+    """What others hold does not make it drop everything again and again."""
+
+    def compile_many():
+        sizes = []
+        for _ in range(200):
+            kept.use((object(),), types.SimpleNamespace)._cache_size = lambda: 1
+            kept.num_compiled += 1
+            kept.bound(None)
+            sizes.append(len(kept.programs))
+        return sizes
+
+    monkeypatch.setattr(compilation, "_LIMIT", 9000)
+    sizes = compile_many()
+    assert 20 <= max(sizes) < 20 + compilation._LOOK_EVERY and min(sizes[20:]) >= 3
+    assert kept.cleared == []
+    monkeypatch.setattr(compilation, "_LIMIT", 3000)  # of which others hold a third
+    sizes = compile_many()
+    assert kept.cleared == [0] and 10 <= max(sizes[20:]) < 10 + compilation._LOOK_EVERY
+
+
+def test_nothing_is_dropped_while_a_program_is_traced(kept, monkeypatch):
+    monkeypatch.setattr(compilation, "_LOOK_EVERY", 0)
+    released = []
+    monkeypatch.setattr(compilation, "release_programs", lambda maps: released.append(maps) or 0)
+    monkeypatch.setattr(compilation, "_count_maps", lambda: 10**9)
+    jax.make_jaxpr(lambda x: powered(x, power=2))(1.0)
+    assert released == []
+    powered(1.0, power=2)
+    assert len(released) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_call_and_a_queue_go_on_after_their_programs_are_dropped(kept, monkeypatch):
+    decoder = SpeculativeDecoder(testing.mock_model(9), testing.mock_model(9, 1))
+    expected = decoder.generate([1, 2, 3], 5, sampler=SamplerConfig(1.0)).tokens
+    generate = Engine.generate
+
+    def dropping(*args):
+        compilation.release_programs(0)
+        return generate(*args)
+
+    monkeypatch.setattr(Engine, "generate", dropping)
+    options = dict(max_new_tokens=5, sampler=SamplerConfig(1.0))
+    assert decoder.generate([1, 2, 3], rounds_per_sync=1, **options).tokens == expected
+    rows = dict(DecodeQueue(decoder, [[1, 2, 3], [4, 5]], batch=1, **options))
+    assert rows[0].tokens == expected and len(rows) == 2 and len(kept.cleared) > 3

@@ -360,10 +360,10 @@ def test_other_weights_need_no_other_programs():
     scaled = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, target.params)
     decoder.warmup(4, 8)
     programs = (loop.prefill_target, loop.generate)
-    compiled = [program._cache_size() for program in programs]
+    compiled = [program.num_programs() for program in programs]
     other = decoder.with_params(target=scaled)
     tokens = other.generate("def f(", 8).tokens
-    assert [program._cache_size() for program in programs] == compiled
+    assert [program.num_programs() for program in programs] == compiled
     fresh = dataclasses.replace(target, params=scaled)
     assert tokens == SpeculativeDecoder(fresh).generate("def f(", 8).tokens
     assert decoder.generate("def f(", 8).tokens == before

@@ -310,7 +310,7 @@ def mutate(monkeypatch):
 
     def forget_programs():
         for program in (pearl.draft_ahead, pearl.score_ahead, pearl.accept_chain):
-            program.clear_cache()
+            program.drop_programs()
 
     def put(owner, name, function):
         forget_programs()
@@ -380,7 +380,7 @@ def test_each_program_is_compiled_once():
         SpeculativeConfig(num_speculative_tokens=3),
         devices=devices(),
     )
-    before = [program._cache_size() for program in programs]
+    before = [program.num_programs() for program in programs]
     for _ in range(2):
         decoder.generate([1, 2], 12)
-    assert [program._cache_size() for program in programs] == [n + 1 for n in before]
+    assert [program.num_programs() for program in programs] == [n + 1 for n in before]

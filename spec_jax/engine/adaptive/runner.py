@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding, processes
-from spec_jax.compilation import NamedProgram, add_span
+from spec_jax.compilation import NamedProgram, add_span, bounded_jit
 from spec_jax.contracts import Rule
 from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
@@ -51,7 +51,7 @@ def plain_rule(is_greedy: bool) -> Rule:
     return GREEDY if is_greedy else MATCH
 
 
-@functools.partial(jax.jit, static_argnames=("system",), donate_argnames=("state",))
+@functools.partial(bounded_jit, static_argnames=("system",), donate_argnames=("state",))
 def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
     """Feeds the draft the tokens that it has skipped. Donates the state."""
     width = system.lookahead_slots  # the free slots after the committed tokens
@@ -61,25 +61,25 @@ def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
     return state.replace(draft=draft)
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
+@functools.partial(bounded_jit, donate_argnames=("state",))
 def note_tuner(state: DecodeState, num_updates: jax.Array) -> DecodeState:
     """Makes the noise of the next rounds independent of what K is chosen by. Donates the state."""
     return constrain_state(state.noting(Source.TUNER, num_updates))
 
 
-@jax.jit
+@bounded_jit
 def count_tokens(state: DecodeState) -> jax.Array:
     """i32[B], tokens of the prompt and the output so far."""
     return state.total
 
 
-@jax.jit
+@bounded_jit
 def shortest_row(state: DecodeState) -> jax.Array:
     """i32[], tokens of the prompt and the output so far, of the active row with the fewest."""
     return constrain(jnp.where(state.is_active, state.total, _UNBOUNDED).min())
 
 
-@functools.partial(jax.jit, static_argnames=("max_draft",))
+@functools.partial(bounded_jit, static_argnames=("max_draft",))
 def drafts_since(
     state: DecodeState, since: jax.Array, drafted_until: jax.Array, *, max_draft: int
 ) -> jax.Array:

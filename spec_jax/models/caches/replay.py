@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Cache, Model
 from spec_jax.errors import ShapeError
 from spec_jax.shapes import check_shapes
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(bounded_jit, static_argnames="model")
 def _feed(params, tokens, cache, n, *, model: Model):
     return model.forward(params, tokens, cache).cache.commit(n)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.compilation import bounded_jit
 from spec_jax.decoding import round as rounds
 from spec_jax.decoding.loop import chunk_of, prefill_target
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -117,7 +118,7 @@ def replay(
     }
 
 
-@functools.partial(jax.jit, static_argnames="system", donate_argnames="state")
+@functools.partial(bounded_jit, static_argnames="system", donate_argnames="state")
 def _round(params, state, *, system):
     """``decode_round``, and what the tokens were chosen from: f32[B,P,V] along the accepted path.
 
@@ -202,7 +203,7 @@ def _is_float(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "model"))
+@functools.partial(bounded_jit, static_argnames=("config", "model"))
 def _one_pass(params, tokens, at, *, config, model):
     """Returns f32[N,V] after the tokens ``at``; products of float64 weights are in float64."""
     if model is None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Noise, Proposal, Rule, Verdict
 from spec_jax.testing.certificate.forcing import (
     AS_WRITTEN,
@@ -307,7 +308,7 @@ def _gather(forced: Forced, index: np.ndarray):
     return jax.tree.map(lambda x: x[index], (forced.logits, forced.contexts, forced.proposal))
 
 
-@functools.partial(jax.jit, static_argnames="rule", compiler_options=AS_WRITTEN)
+@functools.partial(bounded_jit, static_argnames="rule", compiler_options=AS_WRITTEN)
 def _accept(rule: Rule, logits, contexts, proposal, noise):
     """The verdict, the target's f32[N,K] of every draft, and the verdicts in batches of one."""
     _, _, sampler, _ = contexts

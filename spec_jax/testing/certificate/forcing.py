@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Context, Proposal
 from spec_jax.decoding.calls import call_prefill
 from spec_jax.engine.generation import find_raised
@@ -300,4 +301,6 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
     return logits, proposal
 
 
-_propose_as_written = jax.jit(propose_afresh, static_argnames="system", compiler_options=AS_WRITTEN)
+_propose_as_written = bounded_jit(
+    propose_afresh, static_argnames="system", compiler_options=AS_WRITTEN
+)

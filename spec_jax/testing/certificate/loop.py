@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Proposal
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.generation import find_forbidding, find_raised
@@ -377,7 +378,7 @@ class Loop:
         return f"rule {self.system.rule.name!r}, drafter {self.system.drafter.name!r}"
 
 
-_generate = jax.jit(
+_generate = bounded_jit(
     decoding.generate.__wrapped__,
     static_argnames="system",
     donate_argnames="state",
@@ -385,7 +386,7 @@ _generate = jax.jit(
 )
 
 
-@functools.partial(jax.jit, static_argnames="system")
+@functools.partial(bounded_jit, static_argnames="system")
 def propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
     context = system.context(
         state.tokens,
@@ -398,7 +399,7 @@ def propose_next(system: decoding.System, params, state: decoding.DecodeState, g
     return decoding.propose(params["draft"], state.draft, context, system)[0]
 
 
-_propose_afresh = jax.jit(propose_afresh, static_argnames="system")
+_propose_afresh = bounded_jit(propose_afresh, static_argnames="system")
 
 
 def _compare(a: Proposal, b: Proposal) -> tuple[np.ndarray, np.ndarray]:
