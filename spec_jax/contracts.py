@@ -81,7 +81,7 @@ class Model(NamedTuple):
       open_window: ``(cache, width) -> Cache`` with room for a window of ``width`` tokens, which
         ``commit`` closes. Only needed when several passes fill one window.
       can_rewind: ``commit`` may keep a part of the window. Otherwise a target decodes one token a
-        pass (N = 1), and a model cannot draft.
+        pass (N = 1), its prompts are fed without padding, and a model cannot draft.
     """
 
     vocab_size: int

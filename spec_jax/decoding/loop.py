@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax import rng
 from spec_jax.compilation import bounded_jit
@@ -29,6 +31,8 @@ from spec_jax.models.chunks import over_chunks
 from spec_jax.sampling import Sampler, Source, argmax, process, sample
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain, constrain_state, replicate, take_rows
+
+_UNPADDED = (512, 64, 8, 1)  # tokens of a pass over prompts that cannot be padded
 
 
 def prefill(
@@ -61,7 +65,9 @@ def prefill(
       system: target, drafter, rule and K.
       slots: S and M.
       samples: how many neighbouring rows share a prompt, which is fed to the target once.
-      fed: the result of ``feed_chunk`` for the prompts' last chunk; None: prompts are fed here.
+      fed: the result of ``feed_chunk`` for the prompts' last chunk; None: prompts are fed here. A
+        target that cannot rewind must not see padding: all ``lengths`` are equal, and within a
+        caller's ``jax.jit``, where they are unknown, T.
 
     Raises:
       ShapeError: an array has another number of rows, ``samples`` does not divide the rows, the
@@ -81,6 +87,10 @@ def prefill(
     if samples < 1 or B % samples:
         raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
     # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
+    is_known = not isinstance(lengths, jax.core.Tracer)
+    if fed is None and not system.target.can_rewind and is_known:
+        prompts = np.asarray(tokens)[::samples]
+        fed = _feed_unpadded(params["target"], prompts, int(np.max(lengths)), system, slots)
     if fed is None:
         fed = prefill_target(
             params["target"],
@@ -140,6 +150,37 @@ def chunk_of(num_tokens: int, system: System) -> int | None:
     return system.prefill_chunk if num_tokens > system.prefill_chunk else None
 
 
+def passes_of(longest: int, width: int, system: System) -> Iterator[tuple[int, int]]:
+    """Yields where each pass over prompts begins, and how many tokens it feeds.
+
+    A target that cannot rewind must not see padding: after whole chunks it is fed in passes of 512,
+    64, 8 and 1 tokens, so that a few programs serve prompts of every length.
+
+    Args:
+      longest: tokens of the longest prompt.
+      width: T, the width of the prompts with padding.
+      system: the target, and the tokens of a chunk.
+    """
+    begin, chunk = 0, system.prefill_chunk
+    while begin < longest:
+        size = min(chunk, width - begin)
+        if not system.target.can_rewind:
+            left = longest - begin
+            size = chunk if left >= chunk else next(n for n in _UNPADDED if n <= left)
+        yield begin, size
+        begin += size
+
+
+def _feed_unpadded(params, tokens, length, system, slots):
+    """Feeds prompts of one length without their padding; returns what ``feed_chunk`` does."""
+    (B, T), fed = tokens.shape, None
+    for begin, size in passes_of(length, T, system):
+        part, n = tokens[:, begin : begin + size], np.full(B, size, np.int32)
+        options = dict(target=system.target, slots=slots, num_tokens=T)
+        fed = feed_chunk(params, fed, part, n, np.int32(begin), **options)
+    return fed
+
+
 @functools.partial(bounded_jit, static_argnames=("target", "slots", "chunk"))
 def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
     """Feeds prompts to the target, in passes of ``chunk`` tokens per row; None: in one pass.
@@ -150,7 +191,7 @@ def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
     with jax.named_scope("prefill"):
         fed = target.init_cache(params, len(tokens), slots), None, None
         if chunk is not None:
-            fed = _before_chunks(params, tokens[:, :chunk], target, slots, tokens.shape[1])
+            fed = _before_chunks(params, len(tokens), target, slots, tokens.shape[1])
         step = functools.partial(_feed, params, target)
         cache, last, features = over_chunks(step, fed, (tokens,), lengths, chunk)
         return cache, target.unembed(params, last), features
@@ -173,19 +214,16 @@ def _feed(params, target, fed, begin, n, tokens):
     return cache, jnp.where((n > 0)[:, None, None], ends, last), features
 
 
-def _before_chunks(params, tokens, target, slots, num_tokens):
+def _before_chunks(params, batch, target, slots, num_tokens):
     """Returns ``fed`` before the first of several chunks: empty, in its final shapes."""
-    B = len(tokens)
-    cache = target.init_cache(params, B, slots)
+    cache = target.init_cache(params, batch, slots)
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     one = jax.eval_shape(target.forward, params, tokens, cache)
-    empty = lambda like, width: jnp.zeros((B, width, like.shape[-1]), like.dtype)
+    empty = lambda like, width: jnp.zeros((batch, width, like.shape[-1]), like.dtype)
     features = None if one.features is None else empty(one.features, num_tokens)
     return constrain_state(cache), empty(one.hidden, 1), features
 
 
-@functools.partial(
-    bounded_jit, static_argnames=("target", "slots", "num_tokens"), donate_argnames=("fed",)
-)
 def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
     """Feeds one chunk of prompts to the target, so that other rows can decode before the next one.
 
@@ -202,9 +240,20 @@ def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
     Returns:
       The argument ``fed`` for the next chunk and, after the last one, for ``prefill``.
     """
+    if fed is None:
+        sizes = dict(batch=len(tokens), slots=slots, num_tokens=num_tokens)
+        fed = _start_chunks(params, target=target, **sizes)
+    return _feed_chunk(params, fed, tokens, n, begin, target=target)
+
+
+_start_chunks = bounded_jit(
+    _before_chunks, static_argnames=("batch", "target", "slots", "num_tokens")
+)
+
+
+@functools.partial(bounded_jit, static_argnames="target", donate_argnames="fed")
+def _feed_chunk(params, fed, tokens, n, begin, *, target):
     with jax.named_scope("prefill"):
-        if fed is None:
-            fed = _before_chunks(params, tokens, target, slots, num_tokens)
         return _feed(params, target, fed, begin, n, tokens)
 
 

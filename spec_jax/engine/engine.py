@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from spec_jax import decoding
 from spec_jax.compilation import NamedProgram
 from spec_jax.decoding import Chunk, DecodeState, Record, System
+from spec_jax.decoding.loop import passes_of
 from spec_jax.drafters.loaded import draft_params
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, name_of_round
@@ -94,16 +95,17 @@ class Engine:
         tokens, lengths = (np.asarray(x)[::samples] for x in (request.tokens, request.lengths))
         (B, T), chunk, fed = tokens.shape, self.system.prefill_chunk, None
         options = dict(target=self.system.target, slots=slots, num_tokens=T)
-        for begin in range(0, int(lengths.max()), chunk):
-            part = tokens[:, begin : begin + chunk]
-            width = part.shape[1]
+        longest = int(lengths.max())
+        for begin, width in passes_of(longest, T, self.system):
+            part = tokens[:, begin : begin + width]
             name = f"prefill of batch {B}, {width} of {T} tokens"
             n = np.clip(lengths - begin, 0, width).astype(np.int32)
-            with use_mesh(self.mesh), self._program(name, request, T, slots, width, begin > 0):
+            with use_mesh(self.mesh), self._program(name, request, T, slots, width):
                 args = (self.params()["target"], fed, part, n, jnp.int32(begin))
                 fed = decoding.feed_chunk(*args, **options)
                 jax.block_until_ready(fed)
-            yield None
+            if (begin + width) % chunk == 0 or begin + width >= longest:
+                yield None
         program = self._program(
             f"prefill of batch {B}, {T} tokens", request, T, slots, samples, "fed"
         )

@@ -297,13 +297,11 @@ def make_request(
         wide = np.maximum(lengths, pad_to)
         slots = max(slots_for(system, int(n), int(m)) for n, m in zip(wide, limits))
     width = _width(max(int(lengths.max()), pad_to))
-    if not system.target.can_rewind:  # it cannot forget padding
-        width = int(lengths.max())
-        if (lengths < width).any():
-            raise PromptError(
-                f"the batch has prompts of {int(lengths.min())} and {width} tokens; this target "
-                "cannot discard padding, so prompts of different lengths are decoded one by one"
-            )
+    if not system.target.can_rewind and lengths.min() < lengths.max():
+        raise PromptError(
+            f"the batch has prompts of {lengths.min()} and {lengths.max()} tokens; this target "
+            "cannot discard padding, so prompts of different lengths are decoded one by one"
+        )
     tokens = np.zeros((len(ids), width), np.int32)
     for row, prompt in enumerate(ids):
         tokens[row, : len(prompt)] = prompt

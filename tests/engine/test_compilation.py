@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import itertools
@@ -11,6 +12,7 @@ import threading
 import time
 import types
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from support.tiny_models import LLAMA, random_weights
 
 from spec_jax import DecodeQueue, compilation, progress, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.decoding.loop import passes_of
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.engine import Engine
@@ -351,3 +354,113 @@ def test_a_call_and_a_queue_go_on_after_their_programs_are_dropped(kept, monkeyp
     assert decoder.generate([1, 2, 3], rounds_per_sync=1, **options).tokens == expected
     rows = dict(DecodeQueue(decoder, [[1, 2, 3], [4, 5]], batch=1, **options))
     assert rows[0].tokens == expected and len(rows) == 2 and len(kept.cleared) > 3
+
+
+@flax.struct.dataclass
+class UnpaddedCache(testing.mocks.ToyCache):
+    """Keeps the whole window, however much of it is committed."""
+
+    width: jax.Array  # i32[B], of the window
+
+    def commit(self, n, path=None):
+        return super().commit(jnp.where(n > 0, self.width, 0))
+
+
+def unpadded(target: LoadedModel) -> LoadedModel:
+    """Returns a toy model that cannot forget padding."""
+    toy = target.model
+
+    def init_cache(*args):
+        cache = toy.init_cache(*args)
+        return UnpaddedCache(cache.tokens, cache.length, cache.length)
+
+    def forward(params, tokens, cache, **options):
+        output = toy.forward(params, tokens, cache, **options)
+        width = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+        return output._replace(cache=output.cache.replace(width=width))
+
+    model = toy._replace(init_cache=init_cache, forward=forward, can_rewind=False)
+    return dataclasses.replace(target, model=model)
+
+
+def greedy(target: LoadedModel, ids: list[int], num_tokens: int) -> tuple[int, ...]:
+    """Decodes a toy model, of which each token depends on the last two, by its table."""
+    table, tokens = np.asarray(target.params["logits"]), [0, *ids]
+    for _ in range(num_tokens):
+        tokens.append(int(table[tokens[-2] * table.shape[1] + tokens[-1]].argmax()))
+    return tuple(tokens[len(ids) + 1 :])
+
+
+def test_prompts_that_cannot_be_padded_share_programs_whatever_their_lengths():
+    target = testing.mock_model(7)
+    decoder = SpeculativeDecoder(unpadded(target))
+    decoder.warmup(9, 4)
+    with counted() as names:
+        for n in range(1, 17):
+            ids = [i * n % 7 for i in range(n)]
+            assert decoder.generate(ids, 4).tokens == greedy(target, ids, 4)
+    assert names == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chunk", [20, 600])
+def test_long_prompts_that_cannot_be_padded_are_fed_in_few_passes(chunk):
+    """By a call, with samples and between the rounds of a queue."""
+    target = testing.mock_model(7)
+    decoder = SpeculativeDecoder(unpadded(target), prefill_chunk=chunk)
+    prompts = [[i * n % 7 for i in range(n)] for n in (1, 19, 20, 41, 150, 600, 700)]
+    expected = [greedy(target, ids, 30) for ids in prompts]
+    assert [decoder.generate(ids, 30).tokens for ids in prompts] == expected
+    rows = decoder.generate([prompts[3]] * 2, 30, num_samples=2)
+    assert {row.tokens for row in rows} == {expected[3]}
+    rows = dict(DecodeQueue(decoder, prompts, batch=3, max_new_tokens=30))
+    assert [rows[i].tokens for i in range(len(prompts))] == expected
+    passes = [n for _, n in passes_of(1407, 2048, decoder.system())]
+    assert sum(passes) == 1407 and set(passes) <= {chunk, 512, 64, 8, 1} and len(passes) < 90
+
+
+@pytest.mark.exhaustive
+def test_many_lengths_and_decoders_in_one_process_keep_few_programs(monkeypatch):
+    """And what is run again compiles only what was dropped."""
+    count, release = compilation._count_maps, compilation.release_programs
+    kept, others = compilation._Kept(), count()
+    num_dropped = most = 0
+
+    def counting(max_maps):
+        nonlocal num_dropped
+        num_kept = lambda: sum(x._cache_size() for x in kept.programs.values())
+        before = num_kept()
+        remaining = release(max_maps)
+        num_dropped += before - num_kept()
+        return remaining
+
+    monkeypatch.setattr(compilation, "_kept", kept)
+    monkeypatch.setattr(compilation, "_count_maps", lambda: count() - others)
+    monkeypatch.setattr(compilation, "release_programs", counting)
+    monkeypatch.setattr(compilation, "_LIMIT", 3 * 1000)
+    target, draft = testing.mock_model(7), testing.mock_model(7, 1)
+
+    def run():
+        nonlocal most
+        decoder = SpeculativeDecoder(unpadded_target)
+        for n in range(1, 41):
+            yield decoder.generate([i * n % 7 for i in range(n)], 4).tokens
+        for i in range(10):
+            config = SpeculativeConfig(
+                "standalone" if i % 2 else "ngram", 1 + i % 4, rejection_sampling_strategy="match"
+            )
+            sampler = SamplerConfig(0.5 * (i % 3), seed=i)
+            decoder = SpeculativeDecoder(
+                target, draft if i % 2 else None, config, target_sampler=sampler
+            )
+            rows = decoder.generate([[1, 2, i % 7]] * (1 + i % 3), [8, 120][i // 5])
+            yield [row.tokens for row in rows]
+            most = max(most, count() - others)
+
+    unpadded_target = unpadded(target)
+    first = list(run())
+    dropped_before = num_dropped
+    with counted() as names:
+        assert list(run()) == first
+    assert most < 1000 + compilation._LOOK_EVERY * 100
+    assert 0 < dropped_before and 0 < len(names) <= num_dropped
