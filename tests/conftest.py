@@ -1,14 +1,12 @@
-"""Shared fixtures, and one compilation cache for every worker and run."""
+"""Shared fixtures, kept programs, what runs in turn, and the order of the work."""
 
 from __future__ import annotations
 
 import collections
 import gc
 import importlib.metadata
-import json
 import os
 import pathlib
-import tempfile
 
 # Most of a run is compilation: code that runs for seconds needs no optimising, and pytest's
 # workers keep the cores busy without XLA's own. XLA_FLAGS that are given count, empty ones too:
@@ -26,25 +24,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from support import cost, examples  # noqa: E402
+from support import cost, examples, programs, turns  # noqa: E402
 
 from spec_jax import compilation  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 
-# Compiled programs are kept between workers and runs. Each jax version keeps its own.
-_FOLDER = pathlib.Path(os.environ.get("SPEC_JAX_TEST_CACHE", tempfile.gettempdir()))
-_CACHE = _FOLDER / f"spec_jax_test_cache_{jax.__version__}"
-jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_compilation_cache_dir", str(programs.folder()))
+# All of them: most are small, and reading one takes a fifth of the time of compiling it.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_platforms", "cpu")
 # Every process has eight devices, for meshes and for overlap. They cost nothing to whom they do not
 # concern (measured: the same CPU time), and a test of a mesh is a test as any other.
 jax.config.update("jax_num_cpu_devices", 8)
-
-
-_COSTS = json.loads((ROOT / "tests" / "recorded" / "costs.json").read_text())
 
 
 _EXAMPLES = pathlib.Path(".hypothesis", "examples")
@@ -55,12 +48,27 @@ def _is_searching(config) -> bool:
     return config.option.markexpr == "exhaustive"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--turns",
+        type=int,
+        metavar="N",
+        help="of the exhaustive tests that the commit does not concern run one in N, another share "
+        "at each commit, see tests/support/turns.py",
+    )
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    if turn := config.stash[_PLAN]["turn"]:
+        terminalreporter.write_line(f"In turn: {turn['text']}")
     if _is_searching(config):
         terminalreporter.write_line(
             f"Hypothesis searched at random; examples that fail are printed, kept in {_EXAMPLES} "
             "and tried first in the next run."
         )
+
+
+_PLAN = pytest.StashKey[dict]()
 
 
 def pytest_configure(config):
@@ -70,12 +78,39 @@ def pytest_configure(config):
         config.option.markexpr = ""
     name = examples.RANDOM if _is_searching(config) else examples.SAME
     examples.load_profile(name, config.rootpath / _EXAMPLES)
-    if os.environ.get("SPEC_JAX_TEST_COSTS"):
-        config.pluginmanager.register(cost.Recorder(os.environ["SPEC_JAX_TEST_COSTS"]))
+    config.pluginmanager.register(cost.Recorder(programs.root()))
+    if hasattr(config, "workerinput"):
+        config.stash[_PLAN] = config.workerinput["plan"]
+    else:
+        programs.tidy(programs.folder())
+        number, passed = config.option.turns, programs.root() / "passed"
+        turn = turns.of_this_commit(number, passed) if number else None
+        config.stash[_PLAN] = {"turn": turn, "costs": cost.read(programs.root())}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Every worker has the same plan, whatever is written to disk meanwhile."""
+    node.workerinput["plan"] = node.config.stash[_PLAN]
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    _mark_tiers(config, items)
+    yield  # pytest deselects by marker
+    plan = config.stash[_PLAN]
+    if turn := plan["turn"]:
+        is_due = {item: _is_always_due(item) or turns.is_due(item.nodeid, turn) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not is_due[item]])
+        items[:] = filter(is_due.get, items)
+    # The most expensive come first: begun last, one would keep one worker busy alone.
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    unit_of = cost.units([item.nodeid for item in items], plan["costs"], workers)
+    order = {unit: i for i, unit in enumerate(dict.fromkeys(unit_of.values()))}
+    items.sort(key=lambda item: order[unit_of[item.nodeid]])
+
+
+def _mark_tiers(config, items):
     named = any("::" in arg for arg in config.args)
     found = collections.defaultdict(set)
     for item in items:
@@ -91,17 +126,32 @@ def pytest_collection_modifyitems(config, items):
     for (test, ids), names in found.items():
         if not named and not names >= set(ids):
             raise pytest.UsageError(f"{test} has no parameters {sorted(set(ids) - names)}")
-    # The most expensive files come first: begun last, one would keep one worker busy alone.
-    items.sort(key=lambda item: -_COSTS.get(item.path.name, 0))
+
+
+def _is_always_due(item) -> bool:
+    """Whether every landing runs this test, or this case of it."""
+    marker = item.get_closest_marker("landing")
+    return marker is not None and (not marker.args or item.callspec.id in marker.args)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests run in one worker: what they share is made, and compiled, once."""
     from xdist.scheduler import LoadFileScheduling
 
+    class ByCost(LoadFileScheduling):
+        """Hands out what ``cost.units`` says, in the order of the collection."""
+
+        def schedule(self):
+            if self.collection is None:
+                ids = next(iter(self.registered_collections.values()))
+                self._units = cost.units(ids, config.stash[_PLAN]["costs"], len(self.nodes))
+            super().schedule()
+
+        def _split_scope(self, nodeid):
+            return self._units[nodeid]
+
     config.option.loadscopereorder = False  # by number of tests, which says little
-    return LoadFileScheduling(config, log)
+    return ByCost(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

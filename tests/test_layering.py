@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -72,6 +73,13 @@ def test_modules_import_lower_levels_only(path):
     outside = {name.split(".")[0] for name in _imports(path)} & OUTSIDE
     assert not outside, f"{path.name} imports {outside}"
     assert "environ" not in path.read_text(encoding="utf-8"), f"{path.name} reads the environment"
+
+
+@pytest.mark.parametrize("top", ["spec_jax", "experiments", "configs"])
+def test_every_module_can_be_imported(top):
+    for path in sorted((PACKAGE.parent / top).rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        importlib.import_module(".".join(parts).removesuffix(".__init__"))
 
 
 def test_importing_the_package_starts_no_device():

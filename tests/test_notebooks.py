@@ -36,6 +36,7 @@ def _of_this_commit():
 
 
 CHOSEN = _of_this_commit()
+_TIER = [pytest.mark.exhaustive, pytest.mark.landing]
 _PATHS = re.compile(r"/(home|root|tmp|work|Users|private|mnt|opt)/|[A-Z]:\\\\")
 
 
@@ -121,8 +122,7 @@ def _execute(path, to):
 
 @pytest.mark.measure
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=[pytest.mark.exhaustive] * (p == CHOSEN), id=p.stem) for p in NOTEBOOKS],
+    "path", [pytest.param(p, marks=_TIER * (p == CHOSEN), id=p.stem) for p in NOTEBOOKS]
 )
 def test_notebook_runs_and_prints_what_it_shows(path, tmp_path):
     """What a cell prints is what it showed; of one that is tagged "measured", but for numbers."""

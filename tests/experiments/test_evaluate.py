@@ -395,6 +395,7 @@ def report_of(folder):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing
 def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     pair, data, folder, rep = twenty
     config, run = evaluation_run.config_of(pair, data), tmp_path / "run"

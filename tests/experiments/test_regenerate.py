@@ -91,6 +91,7 @@ def test_every_prompt_is_answered_as_the_decoder_answers_it_alone(run, pair):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing
 def test_a_killed_run_goes_on_to_the_same_lines(run, pair, tmp_path, monkeypatch, capsys):
     class Killed(Exception):
         pass

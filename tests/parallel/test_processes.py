@@ -176,6 +176,7 @@ def test_ctrl_c_reaches_launched_processes_once_and_the_launcher_waits_for_them(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing
 def test_the_launcher_names_a_killed_process_at_once():
     began = time.monotonic()
     code, output = run(2, 1, WORKER, "--config.act=kill")

@@ -4,8 +4,9 @@
 
 Each case decodes the same requests on one device and on eight. The prompts are ragged, rows stop
 at a token inside of a block or at the end of the cache, and those that have finished stay while
-others go on. The exhaustive tier covers every pair of choices that ``support/sharded.py`` lists;
-what is to be measured is the product of meshes, targets, drafters, trees and rules.
+others go on. The exhaustive tier covers every pair of choices that ``support/sharded.py`` lists:
+eight cases in which every choice occurs at each landing, the others in turn. What is to be measured
+is the product of meshes, targets, drafters, trees and rules.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def test_key_value_heads_that_lie_on_several_devices_change_no_token():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing(*map(name, COVERING[:8]))
 @pytest.mark.parametrize("case", COVERING, ids=name)
 def test_every_pair_of_choices_gives_the_tokens_of_one_device(case):
     check(case)
@@ -93,6 +95,8 @@ def test_the_product_of_choices_gives_the_tokens_of_one_device(mesh, drafter):
 def test_every_pair_of_choices_occurs_in_the_covering():
     found = set().union(*(pairs_of(case._asdict()) for case in COVERING))
     assert found == feasible_pairs(FACTORS, is_feasible)
+    of_landings = {choice for case in COVERING[:8] for choice in case._asdict().items()}
+    assert of_landings == {(name, value) for name in FACTORS for value in FACTORS[name]}
     assert all(is_feasible(**case._asdict()) for case in COVERING) and len(COVERING) < 26
 
 

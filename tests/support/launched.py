@@ -16,7 +16,7 @@ def environment():
     return os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
     }
 

@@ -47,6 +47,7 @@ def test_a_memory_whose_updates_are_not_in_the_noise_is_refused(memory, monkeypa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing("host")
 @pytest.mark.parametrize("memory", ["suffix", "host"])
 def test_a_memory_whose_updates_are_counted_is_certified(memory):
     assert certified(memory)[0] > 1e-4

@@ -61,6 +61,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing
 def test_killed_at_ten_moments_it_ends_bit_equal(tmp_path, undisturbed):
     rng = np.random.default_rng(0)
     kills, done = 0, 0

@@ -101,6 +101,7 @@ def sure_after_some_drafts(target):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing("dspark-match")
 @pytest.mark.parametrize(("kind", "rule"), [("dspark", "match"), ("dflash2", "block")])
 def test_its_distribution_is_certified(kind, rule):
     """By the loop too, with noise of its own, under all settings, and of fewer drafts than K; under

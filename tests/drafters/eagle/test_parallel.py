@@ -263,6 +263,7 @@ def test_a_round_of_marginals_is_proved(rule):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing
 def test_trees_of_marginals_are_certified():
     """Under all settings, of fewer nodes than the tree has too, and by the loop."""
     certificate = spec_jax.certify("traversal", toy_maker(TREE), params=params_of_toy, trials=300)
