@@ -250,12 +250,7 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, system: Sys
         tracker.tokenizer,
     )
     stats = row_stats(
-        kind[kept],
-        record.offered[kept],
-        system.depth,
-        expected,
-        finish=finish,
-        drafted_until=until,
+        kind[kept], record.offered[kept], system.depth, expected, finish=finish, drafted_until=until
     )
     return Generation(
         text=text,

@@ -30,11 +30,8 @@ def costs_of(table, catch_up_ms=0.05):
 
 
 @functools.cache
-def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05, estimate=None):
-    """Priced time a token of the batch, and the Ks; ``rates`` by position, or a list over time.
-
-    ``estimate``: of a rate, what the drafter reports as its confidence.
-    """
+def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05):
+    """Priced time a token of the batch, and the Ks; ``rates`` by position, or a list over time."""
     chance, costs = random.Random(seed), costs_of(table, catch_up_ms)
     tuner, spent, tokens, done, lag, ks = Tuner.fresh(8), 0.0, 0, 0, 0, []
     while done < rounds:
@@ -42,10 +39,7 @@ def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05, estimat
         (k, n), tuner = tuner.choose(costs, lag)
         if k and lag:
             spent, lag = spent + costs.of_lag(lag), 0
-        accepted, expected, reach = [0] * k, [0.0] * k, 1.0
-        for i in range(k if estimate else 0):
-            reach *= estimate(now[i])
-            expected[i] = n * batch * reach
+        accepted = [0] * k
         for _ in range(n * batch):
             for i in range(k):
                 if chance.random() >= now[i]:
@@ -53,8 +47,6 @@ def simulate(table, rates, batch, rounds=1000, seed=0, catch_up_ms=0.05, estimat
                 accepted[i] += 1
         lag += 0 if k else n
         spent += n * costs.round_ms[k]
-        if k and estimate:
-            tuner = tuner.expect(n, n * batch, expected)
         reached = (n * batch, *accepted)
         tuner = tuner.observe(k, n, reached, accepted, n * costs.round_ms[k])
         tokens, done, ks = tokens + n * batch + sum(accepted), done + n, [*ks, *[k] * n]
@@ -89,29 +81,6 @@ def test_follows_a_text_that_changes():
     for begin, wanted in ((1000, 0), (3000, 8), (5000, 0)):
         share = ks[begin : begin + 1000].count(wanted) / 1000
         assert share > 0.85, (begin, share)
-
-
-def truth(rate):
-    return rate
-
-
-def optimist(rate):
-    return rate**0.3
-
-
-def constant(rate):
-    return 0.9
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_drafter_that_knows_its_chances_follows_a_text_sooner_than_counts(batch):
-    """Also one that says too much; one that always says the same changes no choice."""
-    rates = ((0.2,) * 8, (0.9,) * 8) * 15  # of 200 rounds each
-    run = functools.partial(simulate, "small models", rates, batch, rounds=6000)
-    alone, ks = run()
-    assert run(estimate=constant)[1] == ks
-    for estimate in (truth, optimist):
-        assert run(estimate=estimate)[0] < 0.98 * alone
 
 
 @pytest.mark.parametrize("catch_up_ms", [0.0, 0.3])

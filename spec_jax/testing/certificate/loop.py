@@ -130,9 +130,7 @@ class Loop:
             why = reason.name.lower()
             if raised is not None:
                 why = f"the drafter raised {type(raised).__name__}: {raised}"
-            raise CertificateError(
-                f"{self.name}: a row stops early ({why}), {place}"
-            ) from raised
+            raise CertificateError(f"{self.name}: a row stops early ({why}), {place}") from raised
         return self._emitted(tokens, of)
 
     def kinds(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
