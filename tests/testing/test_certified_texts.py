@@ -22,6 +22,7 @@ from spec_jax.testing import CertificateError, toy_params
 from spec_jax.testing.certificate.certify import _TEXT, _Run
 from spec_jax.testing.certificate.texts import check_texts
 from spec_jax.testing.oracles import Row
+from spec_jax.tree import Tree
 
 
 def run_of(make=None, rule="residual", params=None):
@@ -96,6 +97,17 @@ def warm_at_2_drafts(params, context, num_draft):
 
 def warm_from(params, context, num_draft):
     return jnp.where(context.length >= params["from"], 1.6, 1.0)
+
+
+def test_a_certificate_ends_with_texts_of_four_two_and_one_draft():
+    for rule in ("residual", "match"):
+        steps = [what for what, _ in run_of(rule=rule).steps]
+        assert steps[-3:] == [f"texts with {k} drafts" for k in (4, 2, 1)]
+    make = lambda target: standalone(target.model, Tree((0, 0, 1)))
+    assert [what for what, _ in run_of(make).steps][-2:] == [
+        "the compiled loop",
+        "texts with 3 drafts",
+    ]
 
 
 MUTANTS = {
