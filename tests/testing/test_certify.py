@@ -400,7 +400,7 @@ def test_a_rule_that_emits_plain_decodings_tokens_is_certified_by_equality():
     make = lambda target: standalone(target.model)  # its parameters are another toy's
     certificate = spec_jax.certify("match", make, trials=1000)
     equal = [check.what for check in certificate.checks if check.method == "equality"]
-    assert sum("of plain decoding" in what for what in equal) == 2  # the second pads
+    assert sum("of plain decoding" in what for what in equal) == 5  # one pads, three are long texts
     assert certificate.failure is None and 1e-6 < certificate.min_p_value
 
 
