@@ -17,7 +17,7 @@ import tempfile
 import jax
 from jax._src import compilation_cache
 
-MOST_BYTES = 2 * 2**30  # a run of every tier needs a tenth
+MOST_BYTES = 2**30  # the default tier's programs are a twentieth
 
 
 def root() -> pathlib.Path:
