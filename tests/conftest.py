@@ -117,12 +117,13 @@ def _mark_tiers(config, items):
         # They run in both tiers: with the same examples in one, with random ones in the other.
         if _is_searching(config) and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker(pytest.mark.exhaustive)
+        for kind in ("representatives", "landing"):
+            marker = item.get_closest_marker(kind)
+            if marker is not None and marker.args:
+                found[item.nodeid.split("[")[0], marker.args].add(item.callspec.id)
         marker = item.get_closest_marker("representatives")
-        if marker is not None:
-            name = item.callspec.id
-            found[item.nodeid.split("[")[0], marker.args].add(name)
-            if name not in marker.args:
-                item.add_marker(pytest.mark.exhaustive)
+        if marker is not None and item.callspec.id not in marker.args:
+            item.add_marker(pytest.mark.exhaustive)
     for (test, ids), names in found.items():
         if not named and not names >= set(ids):
             raise pytest.UsageError(f"{test} has no parameters {sorted(set(ids) - names)}")
