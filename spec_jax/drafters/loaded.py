@@ -18,7 +18,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
-from spec_jax.models.params import Params, head_counts, table_placement
+from spec_jax.models.params import Params, flat_table, head_counts, table_placement
 from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
 from spec_jax.show.summary import Shown
 from spec_jax.tree import AnyTree
@@ -74,7 +74,11 @@ class LoadedHead(Shown):
     @functools.cached_property
     def cpu_layout(self) -> CpuLayout:
         """The weights as passes read them on a CPU, see ``LoadedModel``."""
-        return CpuLayout(self.params, has_panels=self.kind.head.has_panels(self.config))
+        spec = self.kind.head
+        named = flat_table(spec.table(self.config)).items()
+        embeddings = {name.rpartition(".")[2] for name, one in named if one.axes[:1] == ("vocab",)}
+        has_panels = spec.has_panels(self.config)
+        return CpuLayout(self.params, has_panels=has_panels, embeddings=embeddings)
 
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 JOINED = (("q", "k", "v"), ("gate", "up"))  # maps that read the same input
+EMBEDDINGS = ("embed",)  # of a model: matrices of which tokens take rows
 
 
 class Panels(NamedTuple):
@@ -128,12 +129,21 @@ class CpuLayout:
     Args:
       params: nested dict of weights.
       is_tied: the output head is the embedding, ``params["embed"]``.
-      has_panels: every matrix but the embedding is applied by ``layers.linear`` or ``matmul``, so
+      has_panels: every matrix but embeddings is applied by ``layers.linear`` or ``matmul``, so
         that it may be stored in panels.
+      embeddings: their names.
     """
 
-    def __init__(self, params: Any, *, is_tied: bool = False, has_panels: bool = False):
+    def __init__(
+        self,
+        params: Any,
+        *,
+        is_tied: bool = False,
+        has_panels: bool = False,
+        embeddings: Collection[str] = EMBEDDINGS,
+    ):
         self._params, self._is_tied, self._has_panels = params, is_tied, has_panels
+        self._embeddings = embeddings
         self._of_rows: dict[int, Any] = {}
         self._of_shapes: dict[Any, Any] = {}
 
@@ -146,7 +156,7 @@ class CpuLayout:
         if rows is None or rows > MAX_ROWS or not (self._has_panels and self._is_on_one_cpu):
             return self._whole
         if rows not in self._of_rows:
-            make = functools.partial(in_panels, num_rows=rows)
+            make = functools.partial(in_panels, num_rows=rows, embeddings=self._embeddings)
             like = jax.eval_shape(make, self._whole)
             shapes = (jax.tree.structure(like), *(x.shape for x in jax.tree.leaves(like)))
             if shapes not in self._of_shapes:
@@ -180,7 +190,10 @@ def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_panels(
-    params: dict[str, Any], num_rows: int, table: Sequence[Panels] = TABLE
+    params: dict[str, Any],
+    num_rows: int,
+    table: Sequence[Panels] = TABLE,
+    embeddings: Collection[str] = EMBEDDINGS,
 ) -> dict[str, Any]:
     """Returns the same weights with maps of one input joined, and matrices in panels.
 
@@ -191,13 +204,14 @@ def in_panels(
       params: nested dict of weights.
       num_rows: tokens of the passes that they are for.
       table: what is laid out, and how.
+      embeddings: the names of those.
     """
 
     def panels(name, w):
-        if name == "embed" or ":" in name:
+        if name in embeddings or ":" in name:
             return w
         if isinstance(w, dict):
-            return in_panels(w, num_rows, table)
+            return in_panels(w, num_rows, table, embeddings)
         if isinstance(w, Joined):
             return w.replace(w=to_panels(w.w, num_rows, table))
         return to_panels(w, num_rows, table) if getattr(w, "ndim", None) == 2 else w
