@@ -11,6 +11,9 @@ shares no code with the decoder.
 
 ``audit`` answers another one: where greedy decoding with drafts diverges from plain decoding, is it
 rounding or a bug? ``invariant_pair`` gives both the same rounding, so that their bits are equal.
+
+``check_conformance`` asks what every decoder must do, whatever it drafts with: its tokens, the
+states of its drafter, and the ways in which it is driven.
 """
 
 from spec_jax.testing.auditing.audit import audit, audit_outputs
@@ -24,6 +27,7 @@ from spec_jax.testing.certificate.checks import (
     standard_rows,
 )
 from spec_jax.testing.certificate.records import Certificate, CertificateError, Check, Range
+from spec_jax.testing.conformance import Conformance, ConformanceError, check_conformance
 from spec_jax.testing.mocks import (
     ToyCache,
     mock_model,
@@ -40,6 +44,8 @@ __all__ = [
     "Certificate",
     "CertificateError",
     "Check",
+    "Conformance",
+    "ConformanceError",
     "InvariantPair",
     "Range",
     "Row",
@@ -51,6 +57,7 @@ __all__ = [
     "certify",
     "certify_decoder",
     "certify_rule",
+    "check_conformance",
     "chi_square",
     "invariant_pair",
     "mock_model",
