@@ -18,12 +18,11 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Proposal, TargetScores
 from spec_jax.decoding import DecodeState, Finish, Kind, System
 from spec_jax.engine.adaptive.runner import catch_up, system_of
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
-from spec_jax.engine.request import Request, make_request
+from spec_jax.engine.request import Request, make_request, whole_slots
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.meshes import use_mesh
 from spec_jax.sampling import make_sampler
@@ -143,13 +142,11 @@ class _Run:
         self.states = [self.prefill(self.prompts, self.samplers)]
         self.asked = []
         while True:
-            proposal, scores, state = self.ask(self.states[-1])
-            self.asked.append((proposal, scores))
+            asked = self.ask(self.states[-1])
+            self.asked.append(asked[:2])
             if not self.states[-1].is_active.any():
                 break
-            with use_mesh(decoder.mesh):
-                args = (self.params["draft"], state, proposal, scores)
-                self.states.append(_accept_and_commit(*args, system=self.system))
+            self.states.append(self.round(asked))
 
     @functools.cached_property
     def plain(self) -> SpeculativeDecoder:
@@ -188,10 +185,17 @@ class _Run:
     def prefill(self, prompts, samplers, limits=None) -> DecodeState:
         return self.engine.prefill(self.request(prompts, samplers, limits))
 
-    def ask(self, state: DecodeState) -> tuple[Proposal, TargetScores, DecodeState]:
+    def ask(self, state: DecodeState, system: System | None = None):
         """The next drafts, the target's scores of them, and the state with both."""
         with use_mesh(self.decoder.mesh):
-            return _draft_and_verify(self.params, state, system=self.system)
+            return _draft_and_verify(self.params, state, system=system or self.system)
+
+    def round(self, asked, system: System | None = None) -> DecodeState:
+        """The state after the round that ``ask`` began."""
+        proposal, scores, state = asked
+        with use_mesh(self.decoder.mesh):
+            args = (self.params["draft"], state, proposal, scores)
+            return _accept_and_commit(*args, system=system or self.system)
 
     def afresh(self, state: DecodeState) -> DecodeState:
         """The state of which target and drafter were prefilled with the same tokens."""
@@ -350,14 +354,11 @@ def _check_idle(run: _Run) -> None:
     if drafter.tree is not None:
         return  # K is the number of nodes
     idle, state = system_of(run.system, 0), run.states[1]
-    with use_mesh(run.decoder.mesh):
-        for _ in range(3):
-            proposal, scores, state = _draft_and_verify(run.params, state, system=idle)
-            args = (run.params["draft"], state, proposal, scores)
-            state = _accept_and_commit(*args, system=idle)
-        if drafter.catch_up is not None:
-            copied = jax.tree.map(jnp.copy, state)  # it is donated
-            state = catch_up(run.params, copied, system=run.system)
+    for _ in range(3):
+        state = run.round(run.ask(state, idle), idle)
+    if drafter.catch_up is not None:
+        with use_mesh(run.decoder.mesh):
+            state = catch_up(run.params, jax.tree.map(jnp.copy, state), system=run.system)
     run.check_equal("idle", state, run.afresh(state), "after three rounds without drafts")
 
 
@@ -439,6 +440,33 @@ def _check_logprobs(run: _Run) -> None:
     return None
 
 
+def _check_end(run: _Run) -> None:
+    """Rows that end with the cache, in whose last slots a round is cut, are plain decoding's."""
+    room = [1, 2, run.system.depth + 1, 40]
+    size = whole_slots(1) - run.system.lookahead_slots  # with what a round writes ahead, all slots
+    longest = [model.max_length for model in (run.system.target, run.system.drafter)]
+    if any(n is not None and n < size for n in longest) or not run.is_coupled:
+        return
+    prompts = [(ids * size)[: size - n] for ids, n in zip(run.prompts, room)]
+    states = []
+    for engine in (run.engine, run.plain.engine(run.samplers)):
+        sampler = make_sampler(run.samplers, len(prompts), run.system.target.vocab_size)
+        slots = whole_slots(1)
+        request = make_request(engine.system, prompts, room, sampler, sampler, slots=slots)
+        states.append(engine.prefill(request))
+    state, plain = states
+    while state.is_active.any():
+        state = run.round(run.ask(state))
+    go_on = jnp.zeros(len(prompts), jnp.int32)
+    expected = outputs(run.plain.engine(run.samplers).generate(plain, go_on, 2**30)[0])
+    for row, (ours, theirs) in enumerate(zip(outputs(state), expected)):
+        if ours != theirs:
+            raise ConformanceError(f"{run.name('end')} row {row} emits {ours}, expected {theirs}")
+    is_beyond = np.arange(state.tokens.shape[1]) >= np.asarray(state.total)[:, None]
+    if np.asarray(state.kind)[is_beyond].any():
+        raise ConformanceError(f"{run.name('end')} a row has more tokens than its limit")
+
+
 ROUNDS: dict[str, Callable[[_Run], None]] = {
     "tokens": _check_tokens,
     "acceptance": _check_acceptance,
@@ -456,5 +484,6 @@ CALLS: dict[str, Callable[[_Run], None]] = {
     "queue": _check_queue,
     "samples": _check_samples,
     "logprobs": _check_logprobs,
+    "end": _check_end,
 }
 """Checks of other rounds and of whole calls, each of which compiles programs of its own."""

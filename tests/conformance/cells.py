@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from support import block_heads, block_kind, gate_kind
+from support import block_heads, block_kind, gate_kind, mtp_modules, tiny_models
 from support.tiny_models import LLAMA, random_weights
 
 from docs.examples import my_drafter
@@ -27,6 +27,24 @@ from spec_jax.models import transformer
 K = 3
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
 DRAFT = dataclasses.replace(TARGET, name="draft", params=random_weights(LLAMA, 1))
+LAYERS = {
+    name.replace("-", " "): dataclasses.replace(
+        layer, num_hidden_layers=1, max_position_embeddings=256
+    )
+    for name, layer in mtp_modules.KINDS.items()
+}
+LOOP = ("linear_attention", "full_attention") * 2
+FAMILIES = {
+    "llama in a loop": dataclasses.replace(LLAMA, scan_layers=True),
+    "mamba2": tiny_models.MAMBA2,
+    "bamba": tiny_models.BAMBA,
+    "qwen3.5": tiny_models.QWEN35,
+    "deepseek": tiny_models.DEEPSEEK_TARGET,
+    "glm4": tiny_models.GLM4_MOE,
+    "qwen3.5 in a loop": dataclasses.replace(
+        tiny_models.QWEN35_MOE, num_hidden_layers=4, layer_types=LOOP, scan_layers=True
+    ),
+}
 OWN_KINDS = (gate_kind.KIND, block_kind.KIND)
 SHAPES = {
     "chain": {"num_speculative_tokens": K},
@@ -43,13 +61,13 @@ class Subject(NamedTuple):
       method: its kind; of a drafter that is no kind, "standalone".
       draft: a model or a head, or None.
       drafter: of a drafter that is no kind.
-      has_trees: whether it drafts trees too.
+      target: what it drafts for.
     """
 
     method: str
     draft: Any = None
     drafter: Any = None
-    has_trees: bool = True
+    target: LoadedModel = TARGET
 
 
 def larger(head, factor=6.0):
@@ -57,38 +75,46 @@ def larger(head, factor=6.0):
     return dataclasses.replace(head, params=jax.tree.map(grow, head.params))
 
 
-def headed(config, **options):
-    return Subject(
-        registry.kind_of(config).name, larger(random_head(config, jax.random.key(1))), **options
-    )
+def headed(config):
+    head = random_head(config, jax.random.key(1))
+    return Subject(registry.kind_of(config).name, larger(head))
+
+
+def of_family(config):
+    """A model that drafts for another one of its family, with weights that are near."""
+    params = [random_weights(config, seed) for seed in (0, 5)]
+    target = LoadedModel("target", transformer.model(config), params[0], config=config)
+    near = jax.tree.map(lambda a, b: a + 0.15 * b if a.ndim else a, *params)
+    return Subject("standalone", dataclasses.replace(target, params=near), target=target)
 
 
 def repeat(prefix, k, seed):
-    """Drafts that the last two tokens go on in turn."""
-    return [prefix[-1 - i % 2] for i in range(min(k, len(prefix)))][::-1]
+    """Drafts that the last two tokens go on in turn, one to k of them."""
+    return [prefix[-2:][i % 2 - 1] for i in range(1 + seed % k)] if len(prefix) > 1 else []
 
 
 # Whatever the registry's kinds are trained for, and variants of their heads; then what is no kind.
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "standalone": lambda: Subject("standalone", DRAFT),
-    "ngram": lambda: Subject("ngram", has_trees=False),
-    "suffix": lambda: Subject("suffix", has_trees=False),
+    "ngram": lambda: Subject("ngram"),
+    "suffix": lambda: Subject("suffix"),
     **{
         name: lambda way=way: headed(way.new(LLAMA))
         for name, (_, way) in registry.objectives().items()
     },
     "eagle3 of few ids": lambda: headed(EagleConfig.of_target(LLAMA, 3, 20)),
-    "mtp in turn": lambda: headed(
-        MtpConfig.of_target(LLAMA, protocol="sequential", num_modules=K), has_trees=False
-    ),
+    "mtp in turn": lambda: headed(MtpConfig.of_target(LLAMA, protocol="sequential", num_modules=K)),
+    **{
+        f"mtp of {name}": lambda layer=layer: headed(
+            mtp_modules.of_target(layer=layer, protocol="sequential", num_modules=K)
+        )
+        for name, layer in LAYERS.items()
+    },
+    **{f"on {name}": lambda config=config: of_family(config) for name, config in FAMILIES.items()},
     "gate": lambda: headed(gate_kind.new(LLAMA)),
-    "block": lambda: headed(
-        block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, taps=(1, 3)), has_trees=False
-    ),
-    "host": lambda: Subject("standalone", drafter=host_drafter(repeat), has_trees=False),
-    "the documents' example": lambda: Subject(
-        "standalone", drafter=my_drafter.make, has_trees=False
-    ),
+    "block": lambda: headed(block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, taps=(1, 3))),
+    "host": lambda: Subject("standalone", drafter=host_drafter(repeat)),
+    "the documents' example": lambda: Subject("standalone", drafter=my_drafter.make),
 }
 
 
@@ -99,6 +125,6 @@ def subject(name: str) -> Subject:
 
 def decoder(name: str, shape: str, rule: str, **options) -> SpeculativeDecoder:
     """The decoder of a cell; ``options`` are its own."""
-    method, draft, drafter, _ = subject(name)
+    method, draft, drafter, target = subject(name)
     config = SpeculativeConfig(method, rejection_sampling_strategy=rule, **SHAPES[shape])
-    return SpeculativeDecoder(TARGET, draft, config, drafter=drafter, **options)
+    return SpeculativeDecoder(target, draft, config, drafter=drafter, **options)

@@ -25,18 +25,22 @@ def registered():
 
 
 BLOCKS = ("peagle", "dflash", "dflash2", "dspark", "treeflash")
+FAMILIES = [name for name in cells.SUBJECTS if name.startswith("on ")]
+HYBRIDS = ("on qwen3.5", "on deepseek", "on qwen3.5 in a loop")
 TREES = ("standalone", "eagle1", "eagle3", "eagle3 of few ids", "mtp", "gate", *BLOCKS)
+KINDS = [name for name in cells.SUBJECTS if name not in FAMILIES and "mtp of" not in name]
 CHAINS = [f"{name}-chain-match" for name in cells.SUBJECTS]
-VARIANTS = ("eagle1-chain-match", "eagle3 of few ids-chain-match")
+VARIANTS = ("eagle1", "eagle3 of few ids")
 BY_KIND = CHAINS + [f"{name}-{shape}-match" for name in TREES for shape in ("static", "dynamic")]
 BY_RULE = [
     *(f"eagle3-chain-{rule}" for rule in ("greedy", "residual", "block", "logit-comparison")),
     *(f"suffix-chain-{rule}" for rule in ("greedy", "residual", "block", "typical-acceptance")),
     *(f"standalone-static-{rule}" for rule in ("greedy", "residual", "traversal")),
     *(f"mtp-dynamic-{rule}" for rule in ("greedy", "residual", "traversal")),
+    *(f"{name}-static-match" for name in HYBRIDS),
 ]
 REPRESENTATIVES = (
-    *(cell for cell in CHAINS if cell not in VARIANTS),
+    *(f"{name}-chain-match" for name in KINDS if name not in VARIANTS),
     "standalone-static-greedy",
     "eagle3-dynamic-match",
     "suffix-chain-residual",
@@ -55,9 +59,17 @@ def test_rounds_conform(cell):
 
 
 @pytest.mark.representatives("eagle3-chain-match")
-@pytest.mark.parametrize("cell", [*CHAINS, "standalone-static-residual", "eagle3-chain-residual"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(f"{name}-chain-match" for name in KINDS),
+        *(f"{name}-static-match" for name in HYBRIDS),
+        "standalone-static-residual",
+        "eagle3-chain-residual",
+    ],
+)
 def test_calls_conform(cell):
-    """Whole calls, a queue, samples, log-probabilities, and rounds without drafts."""
+    """Calls, a queue, samples, log-probabilities, rounds without drafts, the cache's last slots."""
     check_conformance(cells.decoder(*cell.split("-", 2)), conformance.CALLS)
 
 
@@ -65,13 +77,18 @@ def test_calls_conform(cell):
 @pytest.mark.parametrize("name", ["standalone", "suffix", "eagle3", "mtp in turn", "dspark"])
 def test_decoders_of_adaptive_k_conform(name):
     """K by measured times; a head is given what rounds of K = 0 have kept for it."""
-    checks = [*conformance.ROUNDS, "idle", "generate", "queue"]
+    checks = [*conformance.ROUNDS, "idle", "generate", "queue", "end"]
     check_conformance(cells.decoder(name, "adaptive", "match"), checks)
 
 
 @pytest.mark.representatives("dspark-chain")
 @pytest.mark.parametrize(
-    "cell", [f"{name}-chain" for name in cells.SUBJECTS] + ["standalone-static", "eagle3-dynamic"]
+    "cell",
+    [
+        *(f"{name}-chain" for name in KINDS),
+        *(f"{name}-static" for name in ("standalone", *HYBRIDS)),
+        "eagle3-dynamic",
+    ],
 )
 def test_rounds_on_a_mesh_conform(cell):
     decoder = cells.decoder(*cell.split("-", 1), "match", mesh="data:2,tensor:2")
