@@ -4,8 +4,8 @@
     python -m experiments.benchmark --parts=llama110m --config.llama110m.k=2
     python -m experiments.benchmark --peers --config.transformers.python=PATH
 
-Cost: minutes on two quiet CPU cores. Expected: most bars are met on jax 0.12; the newest figures are
-in docs/measurements.md.
+Cost: minutes on two quiet CPU cores. Expected: most bars are met on jax 0.12; the newest figures
+are in docs/measurements.md.
 """
 
 from ml_collections import ConfigDict

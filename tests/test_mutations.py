@@ -34,7 +34,7 @@ MUTATIONS = mutants.read("""
         test_stop_token_inside_a_block_cuts_what_follows[self]
     a row is put into another's slot
         loop._insert: full.at[row].set(one[0]) -> full.at[0].set(one[0])
-        test_an_inserted_row_decodes_as_if_it_were_alone[residual]
+        test_rounds_conform[ngram-chain-match]
     ids outside of the vocabulary count
         validate_proposal: (proposal.tokens >= 0) & x_ -> proposal.tokens >= 0
         test_a_faulty_draft_stops_its_row_alone
@@ -139,7 +139,7 @@ MUTATIONS = mutants.read("""
         test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen[to the end]
     an accepted path stays where the tree had it
         KVCache.commit: self if path is None else x_ -> self
-        test_tree::test_emits_exactly_the_plain_tokens[greedy-standalone-static]
+        test_rounds_conform[standalone-static-greedy]
     the state takes one input too many
         LayerState.commit: x_ < n[:, None] -> x_ <= n[:, None]
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
@@ -217,7 +217,7 @@ MUTATIONS = mutants.read("""
         test_two_recycled_steps_are_the_published_architecture[eagle-3]
     head: what drafting wrote is read
         head_drafter.refresh: cache.commit(n) -> cache.commit(n + 1)
-        test_eagle::test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill[eagle-3]
+        test_rounds_conform[eagle3-chain-match]
     p-eagle: its masks begin a position late
         peagle.propose: head.feed(p_, *pairs, cache, 0, w_) -> head.feed(p_, *pairs, cache, 1, w_)
         test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines[p-eagle]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldens import toys
+from support import toys
 from support.automata import Automata
 from support.block_drafts import toy_maker, toy_params
 
@@ -119,8 +119,8 @@ def test_rows_are_those_of_plain_decoding_however_they_are_driven(name, caplog):
     config, target = SHAPES["chain"], toys.target()
     make = functools.partial(toys.decoder, "standalone", "match")
     if name == "dspark":
-        loaded = toys.common.with_params(target, "head", toy_params("dspark")(target))
-        config = toys.common.config("dspark", "match", **config)
+        loaded = toys.with_params(target, "head", toy_params("dspark")(target))
+        config = toys.config_of("dspark", "match", **config)
         drafter = toy_maker("dspark")(target)
         decoder = spec_jax.SpeculativeDecoder(target, loaded, config, drafter=drafter)
     elif name == "host":
@@ -197,7 +197,7 @@ def test_nan_at_a_context_ends_the_rows_that_meet_it_and_no_other(strategy, shap
     target, draft = testing.mock_model(V, 0), testing.mock_model(V, 1)
     context = [2, 3]
     target.params["logits"] = target.params["logits"].at[2 * V + 3].set(jnp.nan)
-    config = toys.common.config("standalone", strategy, **SHAPES[shape])
+    config = toys.config_of("standalone", strategy, **SHAPES[shape])
     hot = SamplerConfig(temperature=1.0)
     rows = spec_jax.SpeculativeDecoder(target, draft, config).generate(
         PROMPTS, 24, sampler=hot, stop_tokens=()
@@ -218,7 +218,7 @@ def test_nan_at_a_context_ends_the_rows_that_meet_it_and_no_other(strategy, shap
 def test_nan_of_the_draft_costs_its_drafts_and_no_token_and_is_counted(shape, caplog):
     target, draft = testing.mock_model(V, 0), testing.mock_model(V, 1)
     draft.params["logits"] = draft.params["logits"].at[::5].set(jnp.nan)
-    config = toys.common.config("standalone", "match", **SHAPES[shape])
+    config = toys.config_of("standalone", "match", **SHAPES[shape])
     decoder = spec_jax.SpeculativeDecoder(target, draft, config)
     hot = dict(sampler=SamplerConfig(temperature=1.0), stop_tokens=())
     with caplog.at_level(logging.WARNING):

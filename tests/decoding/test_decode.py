@@ -17,7 +17,6 @@ from support.tiny_models import large_weights
 from spec_jax import decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
-from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, InvalidDraftError, ShapeError
 from spec_jax.models import transformer
@@ -99,36 +98,10 @@ def test_match_emits_exactly_the_plain_stream_for_mixed_rows(target, draft, plai
     assert loops.outputs(loops.decode(d, PROMPTS, NEW, MIXED)) == plain_mixed
 
 
-def test_the_decoders_loop_is_rounds_until_every_row_has_finished(target, draft, plain_mixed):
-    """The other tests run rounds one by one, see ``loops``; the loop alone compiles them whole."""
-    d = match_decoder(target, draft, "standalone")
-    rows = d.generate(PROMPTS, NEW)
-    assert tokens_of(rows) == plain_mixed
-    counts = loops.counts(loops.decode(d, PROMPTS, NEW, MIXED), 3)
-    assert (d.stats.accepted_at, d.stats.lengths) == (counts.accepted_at, counts.lengths)
-    assert {row.finish_reason for row in rows} == {"length"}
-
-
 def test_plain_decoding_emits_the_oracles_stream(target, plain_mixed, plain_greedy):
     for samplers, expected in ((COLD, plain_greedy), (MIXED, plain_mixed)):
         d = SpeculativeDecoder(target, target_sampler=samplers)
         assert tokens_of(d.generate(PROMPTS, NEW)) == expected
-
-
-@pytest.mark.representatives("greedy")
-@pytest.mark.parametrize("strategy", ["greedy", "residual", "block", "match"])
-def test_temperature_zero_emits_the_greedy_stream(target, draft, plain_greedy, strategy):
-    """Beside a row that is sampled, where the rule is not for temperature 0 alone."""
-    samplers = COLD if strategy == "greedy" else [*COLD[:2], MIXED[2]]
-    d = decoder(target, draft, strategy, target_sampler=samplers)
-    assert loops.outputs(loops.decode(d, PROMPTS, NEW, samplers))[:2] == plain_greedy[:2]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("K", [1, 5])
-def test_draft_length_changes_no_token(target, draft, plain_mixed, K):
-    d = decoder(target, draft, "match", K=K, target_sampler=MIXED)
-    assert loops.outputs(loops.decode(d, PROMPTS, NEW, MIXED)) == plain_mixed
 
 
 @pytest.mark.parametrize("strategy", ["residual", "match"])
@@ -155,26 +128,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target, strategy):
     stats = loops.counts(loops.decode(d, PROMPTS, 21, samplers), 3)
     assert stats.corrected == 0
     assert stats.tau == 4
-
-
-@pytest.mark.exhaustive
-def test_mutation_draft_rollback_left_out_lowers_acceptance(target):
-    honest = standalone(target.model)
-
-    def keep_all(params, state, tokens, n, features, path):
-        return honest.commit(params, state, tokens, jnp.full_like(n, 4), features, path)
-
-    forgetful = honest._replace(commit=keep_all)
-    noisy = testing.ragged(honest, lambda length: 1 + length % 3)
-    stale = testing.ragged(forgetful, lambda length: 1 + length % 3)
-    rates = []
-    for drafter in (noisy, stale):
-        d = SpeculativeDecoder(
-            target, target, SpeculativeConfig(num_speculative_tokens=3), drafter=drafter
-        )
-        d.generate(PROMPTS, 21)
-        rates.append(d.stats.acceptance_rate)
-    assert rates[0] == 1 and rates[1] < 0.9
 
 
 def test_a_round_commits_what_it_emits_and_finished_rows_change_nothing(target, draft):
@@ -221,41 +174,6 @@ def test_stop_token_inside_a_block_cuts_what_follows(target, plain_greedy, metho
     assert tokens == plain_greedy[0][: plain_greedy[0].index(stop) + 1]
     assert counts.emitted == len(tokens)
     assert counts.emitted == counts.first + counts.accepted + counts.corrected + counts.bonus
-
-
-@pytest.mark.representatives("match")
-@pytest.mark.parametrize("strategy", ["residual", "match"])
-def test_chunks_of_rounds_give_the_same_tokens(target, draft, strategy):
-    d = decoder(target, draft, strategy, target_sampler=MIXED)
-    whole = tokens_of(d.generate(PROMPTS, NEW))
-    for rounds in (1, 2):
-        assert tokens_of(d.generate(PROMPTS, NEW, rounds_per_sync=rounds)) == whole
-
-
-@pytest.mark.exhaustive
-def test_generation_runs_to_the_last_slot(target, draft):
-    """The slack behind the limit holds the last block, whatever the bucket leaves."""
-    prompt = [3] * 4
-    d = decoder(target, draft, K=3)
-    for new in (128 - 4 - 4, 128 - 4 - 3):
-        row = d.generate(prompt, new)
-        assert len(row.tokens) == new and row.finish_reason == "length"
-        assert row.tokens == SpeculativeDecoder(target).generate(prompt, new).tokens
-
-
-@pytest.mark.parametrize("strategy", ["residual", "match"])
-def test_an_inserted_row_decodes_as_if_it_were_alone(target, draft, strategy):
-    d = decoder(target, draft, strategy, target_sampler=MIXED)
-    system, params, make = d.system(), d.params(), decode_sampler
-    state = start(d, PROMPTS, NEW, make(MIXED))
-    state = state.replace(finish=state.finish.at[1].set(Finish.CANCELLED))
-    for _ in range(2):
-        state = loops.decode_round(params, state, system)
-    new = start(d, [PROMPTS[2]], NEW, make(MIXED[2:]))
-    state = loops.finish(params, decoding.insert(state, jnp.int32(1), new, system=system), system)
-    expected = loops.outputs(loops.decode(d, PROMPTS, NEW, MIXED))
-    assert loops.outputs(state) == [expected[0], expected[2], expected[2]]
-    assert state.finish.tolist() == [Finish.LENGTH] * 3
 
 
 def _toy(seed):

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldens import toys
 from oracles import markov
-from support import block_drafts, parallel_heads
+from support import block_drafts, parallel_heads, toys
 
 from spec_jax import (
     AsyncSpecConfig,
@@ -58,7 +57,7 @@ def test_one_draft_sampler_draws_other_drafts_for_every_request():
     np.testing.assert_array_equal(of_requests, outputs(None))
 
 
-# Every kind of drafter that draws, for the toy target of the goldens.
+# Every kind of drafter that draws, for the toy target.
 SHAPES = {"chain": {"num_speculative_tokens": K}, "tree": {"tree": (2, 1)}}
 
 

@@ -1,4 +1,4 @@
-"""Speculation changes no token of real models: 200 random cases, 12 compiled programs.
+"""Speculation changes no token of real models: 40 random cases, 6 compiled programs.
 
 A difference counts as rounding, and is listed, only where the two best scores lie within
 1e-4 of each other.
@@ -22,16 +22,12 @@ from spec_jax.models import transformer
 
 NEW, GAP, PAD = 24, 1e-4, 120  # PAD: one width for all prompts
 SAMPLERS = {"greedy": SamplerConfig(), "match": SamplerConfig(temperature=1.0)}
-# model, drafter, K, rows a batch, batches: 200 cases over both strategies
+# model, drafter, K, rows a batch, batches: 40 cases over both strategies
 SHAPES = [
-    ("zoo", "standalone", 2, 4, 5),
-    ("zoo", "standalone", 5, 1, 12),
-    ("zoo", "ngram", 3, 4, 5),
-    ("stories", "truncated", 3, 4, 5),
-    ("stories", "ngram", 4, 2, 8),
-    ("stories", "self", 1, 3, 4),
+    ("zoo", "standalone", 5, 4, 2),
+    ("zoo", "ngram", 3, 2, 2),
+    ("stories", "truncated", 3, 4, 2),
 ]
-assert sum(rows * batches for *_, rows, batches in SHAPES) * len(SAMPLERS) == 200
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +100,7 @@ def test_speculative_tokens_equal_plain_ones(shape, strategy, request):
     plain = request.getfixturevalue(plain)(strategy)
     options = dict(num_speculative_tokens=K, rejection_sampling_strategy=strategy)
     config = SpeculativeConfig("ngram" if drafter == "ngram" else "standalone", **options)
-    draft = {"ngram": None, "self": target}.get(drafter, small)
+    draft = None if drafter == "ngram" else small
     decoder = SpeculativeDecoder(target, draft, config, target_sampler=SAMPLERS[strategy])
     choose = random.Random(f"{shape} {strategy}")
     for _ in range(batches):

@@ -166,20 +166,6 @@ def test_samples_of_a_prompt_are_those_of_separate_calls(strategy, is_mock, monk
     assert alone[0] == alone[2] != alone[1]
 
 
-@pytest.mark.exhaustive
-def test_samples_on_a_mesh_and_of_heads_are_those_of_one_device(monkeypatch):
-    expected = [row.tokens for row in sampled("residual", monkeypatch)[0]]
-    on = dict(mesh="data:2,tensor:1", prefill_chunk=4)
-    assert [row.tokens for row in sampled("residual", monkeypatch, **on)[0]] == expected
-    system, params = SYSTEMS["deferred"]()
-    prompts, seeds = [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, [3, 4, 5, 6]
-    states = [
-        prefill(system, params, prompts, 8, SamplerConfig(1.0), seeds, samples=n) for n in (1, 2)
-    ]
-    close = functools.partial(np.testing.assert_allclose, atol=2e-5)
-    jax.tree.map(close, *map(committed, states))
-
-
 def test_samples_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="num_samples"):
         decoder().generate([1, 2], num_samples=0)

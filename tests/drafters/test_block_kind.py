@@ -10,26 +10,18 @@ import numpy as np
 import pytest
 from support import block_kind
 from support.block_heads import make_head, new
-from support.block_kind import block_drafter
 from support.tiny_models import LLAMA, random_weights
 
 import spec_jax
 from spec_jax import SpeculativeConfig, SpeculativeDecoder
-from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Context
 from spec_jax.drafters import register, registry
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.evaluation import costs
 from spec_jax.loading import LoadedModel
 from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
-from spec_jax.named import to_rule
 from spec_jax.planning import programs, roofline
 from spec_jax.planning.work import Setting
-from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.reported import force_all
-from spec_jax.testing.certificate.rounds import check_round
-from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
 TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
@@ -47,129 +39,6 @@ def head(registered):
 
 
 K = 4
-TEXT = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 12)
-
-
-def rms(x, weight):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
-
-
-def turn(x, positions):
-    """Rotary embedding of x[T,N,H], one pair of dimensions at a time."""
-    out, H = np.empty_like(x), x.shape[-1]
-    for j in range(H // 2):
-        angle = positions[:, None] * 10000.0 ** (-2 * j / H)
-        a, b = x[..., j], x[..., j + H // 2]
-        out[..., j] = a * np.cos(angle) - b * np.sin(angle)
-        out[..., j + H // 2] = b * np.cos(angle) + a * np.sin(angle)
-    return out
-
-
-def block_logits(config, params, features, pending, num_draft, shift=0):
-    """Logits f64[K,V] of a block, from the states f64[n,E] of the tokens before the pending one."""
-    p, layer, n = params["head"], config.layer, len(features)
-    heads = lambda x: x.reshape(len(x), -1, layer.head_dim)
-    block = [pending] + [layer.vocab_size - 1] * (num_draft - 1)
-    x, context = p["embed"][block], features @ p["fc"]
-    before, inside = np.arange(n), n + shift + np.arange(num_draft)
-    for i in range(layer.num_hidden_layers):
-        w = p["layers"][str(i)]
-        a = rms(x, w["attention_norm"])
-        key = lambda c, at: turn(rms(heads(c @ w["k"]), w["k_norm"]), at)
-        k = np.concatenate([key(context, before), key(a, inside)])
-        v = np.concatenate([heads(context @ w["v"]), heads(a @ w["v"])])
-        q = turn(rms(heads(a @ w["q"]), w["q_norm"]), inside)
-        scores = np.einsum("tnh,sh->nts", q, k[:, 0]) / np.sqrt(layer.head_dim)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        x = x + np.einsum("nts,sh->tnh", weights, v[:, 0]).reshape(num_draft, -1) @ w["o"]
-        h = rms(x, w["mlp_norm"])
-        gate = h @ w["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
-    return rms(x, p["norm"]) @ params["target"]["head"]
-
-
-@pytest.mark.exhaustive
-def test_a_block_is_scored_as_by_independent_arithmetic_after_every_prefix(head):
-    """After prefill, and after a commit of any number of tokens; one row a prefix."""
-    config, n = head.config, np.arange(1, 8)
-    model = transformer.model(LLAMA, config.taps)
-    drafter = block_kind.KIND.make_drafter(head, model, SpeculativeConfig("block", K))
-    params, B = {"head": head.params, "target": TARGET.params}, len(n)
-    tokens = jnp.asarray(np.tile(TEXT, (B, 1)), jnp.int32)
-    features = transformer.forward(TARGET.params, tokens, config=LLAMA, taps=config.taps).features
-    sampler = make_sampler(SamplerConfig(temperature=1.0), B, LLAMA.vocab_size)
-
-    @jax.jit
-    def propose(state, length):
-        request = jnp.zeros(B, jnp.uint32)
-        context = Context(tokens, length, sampler, request, False, True, True)
-        return drafter.propose(params, state, context, K)
-
-    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, features[0]))
-
-    def check(proposal, lengths):
-        for b, length in enumerate(lengths):
-            expected = block_logits(config, exact[0], exact[1][:length], TEXT[length], K)
-            np.testing.assert_allclose(proposal.logits[b], expected, atol=2e-4)
-            late = block_logits(config, exact[0], exact[1][:length], TEXT[length], K, shift=1)
-            assert np.abs(late - expected).max() > 1e-2  # one position further is another block
-
-    state = drafter.init(params, B, 16)
-    state = drafter.prefill(
-        params, state, tokens[:, :8], jnp.asarray(n), tokens[:, 0], features[:, :8]
-    )
-    proposal, state = propose(state, jnp.asarray(n))
-    check(proposal, n)
-    more = 1 + n % 4
-    fed = n[:, None] + np.arange(4)
-    new = jnp.take_along_axis(features, jnp.asarray(fed)[:, :, None], axis=1)
-    state = drafter.commit(params, state, tokens[:, :4], jnp.asarray(more), new, None)
-    check(propose(state, jnp.asarray(n + more))[0], n + more)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options", [{}, {"adaptive": {"buckets": (0, 3)}}], ids=["fixed", "adaptive"]
-)
-def test_it_decodes_as_plain_decoding_does(head, options):
-    config = SpeculativeConfig(
-        "block", rejection_sampling_strategy="match", **(options or {"num_speculative_tokens": K})
-    )
-    samplers = [SamplerConfig(), SamplerConfig(temperature=1.0, seed=3)]
-    decoder, plain = SpeculativeDecoder(TARGET, head, config), SpeculativeDecoder(TARGET)
-    fast, slow = (d.generate(PROMPTS, 14, sampler=samplers) for d in (decoder, plain))
-    assert [row.tokens for row in fast] == [row.tokens for row in slow]
-    assert decoder.stats.drafted > 0
-
-
-def of_toy(target):
-    """The toy target's states are its logits, so the head is as wide as its vocabulary."""
-    return new(target.model.vocab_size, target.model.vocab_size, num_layers=1)
-
-
-def make(target):
-    return block_drafter(of_toy(target), target.model)
-
-
-def make_params(target):
-    return {"head": make_head(of_toy(target)).params, "target": target.params}
-
-
-@pytest.mark.exhaustive
-def test_a_round_of_it_is_proved():
-    """The heart of a certificate, without the loop: all outcomes of rounds of 2 drafts."""
-    subject, rows = make_subject(make, make_params, 0), certified_rows()[:3]
-    system = subject.system(to_rule("residual"), 2)
-    forced = force_all(system, subject.params, rows, prefixes(subject, 3, 1), 3, 512)
-    found = check_round(system, forced, rows, subject.logits_of, 1e-6)
-    assert found.error <= 1e-6 and found.num_outcomes >= 20
-
-
-@pytest.mark.exhaustive
-def test_its_distribution_is_certified():
-    certificate = spec_jax.certify("residual", make, params=make_params, trials=500)
-    assert certificate.failure is None and certificate.max_error <= 1e-6
 
 
 def test_its_passes_are_planned():
@@ -237,12 +106,3 @@ def test_weights_of_nested_tables_are_named_where_they_are_wrong(head):
     wrong = dataclasses.replace(head, params=params)
     with pytest.raises(WeightsError, match=r"layers\.1\.q has shape \[1, 1\]; its config asks for"):
         SpeculativeDecoder(TARGET, wrong, SpeculativeConfig("block", K))
-
-
-@pytest.mark.exhaustive
-def test_it_decodes_on_a_mesh(head):
-    plain = SpeculativeDecoder(TARGET).generate(PROMPTS, 8)
-    decoder = SpeculativeDecoder(
-        TARGET, head, SpeculativeConfig("block", K), mesh="data:2,tensor:2"
-    )
-    assert [row.tokens for row in decoder.generate(PROMPTS, 8)] == [row.tokens for row in plain]

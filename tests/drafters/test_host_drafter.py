@@ -225,36 +225,6 @@ def test_a_deterministic_function_with_residual_matches_target_distribution_exac
     testing.certify_rule(registry.make_rule(config), num_tokens=3, **options)
 
 
-@pytest.mark.representatives("greedy")
-@pytest.mark.parametrize("strategy", ["match", "greedy"])
-def test_tokens_are_plain_decodings(strategy):
-    """Ragged prompts, rows that finish apart, rows of unequal temperature."""
-
-    def after_greedy(prefix, k, seed):
-        drafts = list(prefix)
-        for _ in range(k):
-            drafts.append(int(np.argmax(testing.oracles.toy_logits(known, drafts))))
-        return drafts[len(prefix) : len(prefix) + 1 + seed % k]
-
-    target = testing.mock_model(V, seed=3)
-    known = {"logits": np.asarray(target.params["logits"])}
-    samplers = [SamplerConfig(t if strategy == "match" else 0.0, seed=9) for t in (0.6, 0.0, 0.3)]
-    options = dict(
-        drafter=spec_jax.host_drafter(after_greedy),
-        target_sampler=samplers,
-        config=spec_jax.SpeculativeConfig(
-            num_speculative_tokens=K, rejection_sampling_strategy=strategy
-        ),
-    )
-    prompts = [[1, 2, 3], [0], [2, 2]]
-    decoder = spec_jax.SpeculativeDecoder(target, **options)
-    plain = spec_jax.SpeculativeDecoder.new_n1(target, **options)
-    ask = dict(max_new_tokens=16, stop_tokens=())
-    expected = [row.tokens for row in plain.generate(prompts, **ask)]
-    assert [row.tokens for row in decoder.generate(prompts, **ask)] == expected
-    assert decoder.stats.accepted > decoder.stats.rejected
-
-
 def raise_late(prefix, k, seed):
     """Raises in rows that begin with 1, once their output has two tokens."""
     if prefix[0] == 1 and len(prefix) > 4:

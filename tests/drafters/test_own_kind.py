@@ -12,14 +12,11 @@ from support.tiny_models import LLAMA
 from configs import evaluate_zoo
 from experiments import evaluate, train_head
 from experiments.training.head import HeadExperiment
-from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
-from spec_jax.config import SamplerConfig
+from spec_jax import SpeculativeConfig, load_draft, load_model
 from spec_jax.drafters import register, registry
 from spec_jax.errors import ConfigError
 from spec_jax.loading import random_head
 from spec_jax.planning import roofline
-
-PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,28 +53,6 @@ def test_it_is_found_read_and_written(files, target, tmp_path):
     with pytest.raises(ConfigError, match="speculative_method is 'gate'; expected one of stand"):
         SpeculativeConfig("gate")
     register(gate_kind.KIND)
-
-
-OPTIONS = [{}, {"tree": (2, 1)}, {"adaptive": {"buckets": (0, 2)}}]
-
-
-@pytest.mark.representatives("chain")
-@pytest.mark.parametrize("options", OPTIONS, ids=["chain", "tree", "adaptive"])
-def test_it_decodes_speculatively(files, target, options):
-    """The target's own tokens, greedily and by chance, whatever the head drafts."""
-    head = load_draft(files / "head", target)
-    config = SpeculativeConfig(
-        "gate",
-        rejection_sampling_strategy="match",
-        **({"num_speculative_tokens": 2} if not options else options),
-    )
-    samplers = [SamplerConfig(), SamplerConfig(temperature=1.0, seed=3)]
-    decoder = SpeculativeDecoder(target, head, config)
-    fast, slow = (
-        d.generate(PROMPTS, 12, sampler=samplers) for d in (decoder, SpeculativeDecoder(target))
-    )
-    assert [row.tokens for row in fast] == [row.tokens for row in slow]
-    assert decoder.stats.drafted > 0
 
 
 def test_its_passes_are_planned(target):

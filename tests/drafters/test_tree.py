@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.decoders import prefill, rule
-from support.eagle_heads import CONFIGS, HOT, PROMPTS, V, np_draft, run, system_of
-from support.tiny_models import LLAMA, plain, random_weights
-from support.trees import BUSH, GROWN
+from support.eagle_heads import CONFIGS, PROMPTS, np_draft, system_of
+from support.tiny_models import LLAMA, random_weights
+from support.trees import BUSH
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
@@ -23,9 +21,8 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
-from spec_jax.models.caches.kv import KVCache
 from spec_jax.sampling import make_sampler
-from spec_jax.testing import certify_decoder, toy_model, toy_params
+from spec_jax.testing import toy_model, toy_params
 from spec_jax.tree import DynamicTree, Tree
 
 
@@ -41,35 +38,7 @@ def decoded(system, params, prompts, sampler, new):
     return state, sum(rows[1:], rows[0])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["residual", "traversal"])
-def test_decoding_with_a_tree_matches_target_distribution(strategy):
-    options = dict(trials=60_000, batch=10_000, num_tokens=3, alpha=1e-7)
-    certify_decoder(rule(strategy), standalone(toy_model(4), BUSH), **options)
-
-
 # -------------------------------------------------------------------------- mutations
-
-
-@flax.struct.dataclass
-class Stays(KVCache):
-    """Accepted drafts are left in the slots where the tree had them."""
-
-    def commit(self, n, path=None):
-        return self.replace(length=self.length + n)
-
-
-@pytest.mark.exhaustive
-def test_mutation_path_gather_left_out_is_found():
-    system, params = lm_system("match", BUSH, doubt=0.3)
-
-    def init_cache(params, batch, slots):
-        cache = KVCache.create(LLAMA, batch, slots)
-        return Stays(cache.keys, cache.values, cache.length)
-
-    mutant = system._replace(target=system.target._replace(init_cache=init_cache))
-    right, wrong = (decoded(s, params, PROMPTS, HOT, 30)[0] for s in (system, mutant))
-    assert right.tokens.tolist() != wrong.tokens.tolist()
 
 
 # --------------------------------------------------------------------------- drafting
@@ -90,82 +59,12 @@ def eagle_system(name, strategy, shape):
     return system._replace(drafter=drafter, num_draft=shape.num_nodes), params
 
 
-SYSTEMS = {
-    "standalone": lm_system,
-    "eagle-1": lambda strategy, shape: eagle_system("eagle-1", strategy, shape),
-    "eagle-3": lambda strategy, shape: eagle_system("eagle-3", strategy, shape),
-}
-
-
-@pytest.mark.representatives("match-standalone-dynamic")
-@pytest.mark.parametrize(
-    ("strategy", "name", "shape"),
-    [
-        ("greedy", "standalone", BUSH),
-        ("greedy", "standalone", GROWN),
-        ("match", "standalone", BUSH),
-        ("match", "standalone", GROWN),
-        ("greedy", "eagle-1", GROWN),
-        ("match", "eagle-1", BUSH),
-        ("greedy", "eagle-3", BUSH),
-        ("match", "eagle-3", GROWN),
-    ],
-    ids=lambda value: {BUSH: "static", GROWN: "dynamic"}.get(value, value),
-)
-def test_emits_exactly_the_plain_tokens(name, strategy, shape):
-    system, params = SYSTEMS[name](strategy, shape)
-    sampler = SamplerConfig() if strategy == "greedy" else HOT
-    fast, counted = decoded(system, params, PROMPTS, sampler, 30)
-    slow, _ = decoded(*plain(LLAMA, params), PROMPTS, sampler, 30)
-    np.testing.assert_array_equal(fast.tokens, slow.tokens)
-    if name == "standalone" and strategy == "greedy":
-        assert counted.tau > BUSH.depth - 0.5  # it drafts for itself: the whole depth is accepted
-    assert counted.accepted > 0
-
-
 @functools.partial(jax.jit, static_argnames="system")
 def proposal_of(system, params, state):
     greedy = make_sampler(SamplerConfig(), len(state.finish), system.target.vocab_size)
     options = dict(is_coupled=False, has_probs=False, has_logits=False)
     context = Context(state.tokens, state.length, greedy, state.sampler.seed, **options)
     return system.drafter.propose(params["draft"], state.draft, context, system.num_draft)[0]
-
-
-@functools.partial(jax.jit, static_argnames="system")
-def proposal_after(system, params, tokens, length):
-    """Of one row, i32[1,M] tokens of which ``length`` are fed afresh and one more is pending."""
-    output = system.target.forward(params["target"], tokens)
-    draft = system.drafter.init(params["draft"], 1, tokens.shape[1] + system.lookahead_slots)
-    pending = tokens[:, length[0]]
-    draft = system.drafter.prefill(params["draft"], draft, tokens, length, pending, output.features)
-    greedy = make_sampler(SamplerConfig(), 1, V)
-    options = dict(is_coupled=False, has_probs=False, has_logits=False)
-    context = Context(tokens, length, greedy, greedy.seed, **options)
-    return system.drafter.propose(params["draft"], draft, context, system.num_draft)[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("standalone", GROWN), ("eagle-3", BUSH), ("eagle-3", GROWN)],
-    ids=["standalone-dynamic", "eagle-3-static", "eagle-3-dynamic"],
-)
-def test_a_tree_after_ten_rounds_is_that_after_a_fresh_prefill(name, shape):
-    if name == "standalone":
-        system, params = lm_system("match", shape, doubt=0.3)
-    else:
-        system, params = eagle_system(name, "match", shape)
-    prompts = [[3, 1, 4, 1, 5], [2, 7]]
-    hot = dataclasses.replace(HOT, seed=2)  # one with which each of the trees has a draft accepted
-    state, chunk = run(system, params, prefill(system, params, prompts, 45, hot, slots=96), 10)
-    assert chunk.rounds == 10 and (np.asarray(state.kind) == decoding.Kind.ACCEPTED).any()
-    old = proposal_of(system, params, state)
-    for row in range(2):
-        total = int(chunk.total[row])
-        so_far = np.where(np.arange(chunk.tokens.shape[1]) < total, chunk.tokens[row], 0)
-        new = proposal_after(system, params, jnp.asarray(so_far[None]), jnp.asarray([total - 1]))
-        np.testing.assert_array_equal(old.tokens[row], new.tokens[0])
-        np.testing.assert_array_equal(old.parents[row], new.parents[0])
 
 
 def test_a_dynamic_tree_is_grown_as_published():

@@ -88,12 +88,6 @@ def check_alone(decoder):
         assert counts(decoder.stats) == counts(sum_of(rows))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["match", "residual"])
-def test_every_prompt_gives_what_it_gives_alone(pair, strategy):
-    check_alone(speculative(*pair, strategy))
-
-
 def test_every_prompt_gives_its_greedy_stream():
     check_alone(speculative(mock_model(V, 0), mock_model(V, 1), "greedy", 0.0))
 

@@ -16,7 +16,6 @@ from support.tiny_models import LLAMA, random_weights
 
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Context
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
@@ -26,7 +25,6 @@ from spec_jax.engine.adaptive.policy import Plan
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
@@ -76,29 +74,6 @@ def test_emits_exactly_the_plain_stream(mocks, plain, method):
     assert len(drafted) == 3 and rounds > drafted[0] > drafted[2] > 0  # rounds of K = 0 and 1
 
 
-@pytest.mark.exhaustive
-def test_a_queue_takes_turns_of_k_too(mocks, plain):
-    decoder = adaptive(*mocks, rejection_sampling_strategy="match")
-    decoder.adaptive.tuner, decoder.adaptive.costs = Script((0, 0, 3)), Known()
-    options = dict(batch=2, max_prompt_tokens=3, max_new_tokens=30, sampler=SAMPLERS)
-    queue = DecodeQueue(decoder, enumerate(PROMPTS), **options)
-    # A queue seeds by index on top of each sampler's own seed; row 0 is greedy.
-    assert dict(queue)[0].tokens == plain[0].tokens
-
-
-def proposals(system, params, draft, state, num_draft=3):
-    sampler = make_sampler(SamplerConfig(), len(PROMPTS), system.target.vocab_size)
-
-    @jax.jit
-    def propose(params, draft, tokens, length):
-        options = dict(is_coupled=False, has_probs=False, has_logits=True)
-        context = Context(tokens, length, sampler, sampler.seed, **options)
-        return system.drafter.propose(params, draft, context, num_draft)[0]
-
-    proposal = propose(params["draft"], draft, state.tokens, state.length)
-    return np.asarray(proposal.tokens), np.asarray(proposal.logits)
-
-
 TARGET, DRAFT = (
     LoadedModel(name, transformer.model(LLAMA), random_weights(LLAMA, seed), config=LLAMA)
     for name, seed in (("target", 0), ("draft", 1))
@@ -113,64 +88,6 @@ DRAFTS = {
         jax.random.key(4),
     ),
 }
-MIX = (0, 3, 0, 0, 1, *[0] * 35)  # the last lag is longer than one pass, and than what is kept
-
-
-def after_mix(name, change=lambda drafter: drafter):
-    """Drafts behind rounds of ``MIX`` as they are, caught up, and of a fresh prefill; the state."""
-    method = {"standalone": "standalone", "eagle-1": "eagle", "eagle-3": "eagle"}.get(name, "mtp")
-    decoder = adaptive(TARGET, DRAFTS[name](), method)
-    system, params, B = decoder.system(), decoder.params(), len(PROMPTS)
-    system = system._replace(drafter=change(system.drafter))
-    sampler = make_sampler(SamplerConfig(), B, LLAMA.vocab_size)
-    state = start(decoder, PROMPTS, 60, sampler, system)
-    learned = AdaptiveState(BUCKETS)
-    learned.tuner = Script(MIX, system.drafter.catch_up.max_lag or 10**9)
-    learned.costs = Known()
-    pacer = AdaptiveRunner(system, lambda k: params, learned)
-    for _ in MIX:
-        state, _ = pacer(state, jnp.zeros(B, jnp.int32), 9)
-    assert [k for k, _ in pacer.plans] == list(MIX)
-    stale = proposals(system, params, state.draft, state)
-    state = runner.catch_up(params, state, system=system)
-    caught_up = proposals(system, params, state.draft, state)
-
-    tokens, length, rows = state.tokens, state.length, jnp.arange(B)
-    cache = system.target.init_cache(params["target"], B, tokens.shape[1])
-    features = system.target.forward(params["target"], tokens, cache).features
-    fresh = system.drafter.init(params["draft"], B, tokens.shape[1])
-    fresh = jax.jit(system.drafter.prefill)(
-        params["draft"], fresh, tokens, length, tokens[rows, length], features
-    )
-    return stale, caught_up, proposals(system, params, fresh, state), state
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", DRAFTS)
-def test_drafts_after_any_mix_of_ks_are_those_after_a_fresh_prefill(name):
-    stale, caught_up, expected, state = after_mix(name)
-    np.testing.assert_array_equal(caught_up[0], expected[0])
-    np.testing.assert_allclose(caught_up[1], expected[1], atol=1e-5, rtol=1e-5)
-    if name == "standalone":
-        np.testing.assert_array_equal(state.draft.cache.length, state.length - 1)
-    else:
-        np.testing.assert_array_equal(state.draft.state.cache.length, state.length)
-        np.testing.assert_array_equal(state.draft.count, 0)
-    assert not np.allclose(stale[1], expected[1], atol=1e-2)  # without the replay they differ
-
-
-@pytest.mark.exhaustive
-def test_mutation_features_of_another_row_that_are_held_are_found():
-    def mixed_up(drafter):
-        def defer_commit(params, draft, tokens, n, features, path):
-            features = jnp.roll(features, 1, axis=0)
-            return catch_up.defer_commit(params, draft, tokens, n, features, path)
-
-        catch_up = drafter.catch_up
-        return drafter._replace(catch_up=catch_up._replace(defer_commit=defer_commit))
-
-    _, caught_up, expected, _ = after_mix("eagle-3", mixed_up)
-    assert not np.allclose(caught_up[1], expected[1], atol=1e-3)
 
 
 @pytest.mark.exhaustive

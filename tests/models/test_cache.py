@@ -24,11 +24,9 @@ from spec_jax.errors import ShapeError, SnapshotError
 from spec_jax.meshes import use_mesh
 from spec_jax.models import layers, transformer
 from spec_jax.models.caches import kv
-from spec_jax.models.caches.groups import group_of, with_group
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.caches.replay import replay
 from spec_jax.models.caches.snapshot import KVCacheSnapshot
-from spec_jax.models.caches.state import StateCache
 from spec_jax.models.config import ModelConfig
 from spec_jax.sharding import take_rows
 
@@ -160,34 +158,6 @@ def test_one_index_for_all_rows_is_seen(config):
     cache, fresh = after_a_round(config, np.array([1, 2, 0]), np.full(3, 2))
     with pytest.raises(AssertionError):
         assert_same_state(config, cache, fresh)
-
-
-def with_part(cache, name, other):
-    """The cache with one part of every layer's state taken from another."""
-    own = lambda cache: getattr(cache, "groups", (cache,))
-    (index,) = (i for i, group in enumerate(own(cache)) if isinstance(group, StateCache))
-    state, theirs = (group_of(c, index) for c in (cache, other))
-    pairs = zip(state.layers, theirs.layers)
-    state = state.replace(layers=tuple(a.replace(**{name: getattr(b, name)}) for a, b in pairs))
-    return with_group(cache, index, state)
-
-
-@of_state_kind
-@pytest.mark.parametrize("name", ["ssm", "conv"])
-def test_mutation_a_part_of_the_state_that_keeps_what_was_rejected_is_caught(config, name):
-    n_accept = np.array([1, 2, 0])
-    cache, fresh = after_a_round(config, n_accept, n_accept + 1)
-    everything, _ = after_a_round(config, n_accept, np.full(3, K + 1))
-    with pytest.raises(AssertionError):
-        assert_same_state(config, with_part(cache, name, everything), fresh)
-
-
-@of_state_kind
-@pytest.mark.parametrize("name", ["ssm", "conv"])
-def test_mutation_padding_fed_into_the_state_is_caught(config, name):
-    history = random_tokens(3, 5, seed=1)
-    clean, padded = (prefill(config, history, LENGTHS, n) for n in (LENGTHS, [12] * 3))
-    assert_other_state(config, with_part(clean, name, padded), clean)
 
 
 @of_other_kind

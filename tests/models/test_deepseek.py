@@ -16,7 +16,7 @@ from support.published_configs import DEEPSEEK_V3, KIMI_K2
 from support.tiny_models import DEEPSEEK_TARGET, random_tokens, random_weights
 
 import spec_jax
-from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder
+from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
@@ -228,22 +228,3 @@ def test_the_published_sizes_have_their_numbers_of_parameters():
     assert kimi.num_dense_layers == 1 and round(num_params(kimi), -9) == 1026e9
     names = {s.hf_name for _, s, _ in declared(kimi)}
     assert names == {s.hf_name for _, s, _ in declared(config)}
-
-
-MESH = "data:2,tensor:2"
-
-
-@pytest.mark.exhaustive
-def test_a_mesh_changes_none_of_its_tokens(published):
-    """Trees; heads and experts over the tensor axis, of which every device has the latents."""
-    config = SpeculativeConfig("mtp", rejection_sampling_strategy="match", tree=(2, 1, 1))
-    samplers = [SamplerConfig(temperature=t, seed=i) for i, t in enumerate((0, 1))]
-
-    def decode(on):
-        target = spec_jax.load_model(published, mesh=on)
-        module = spec_jax.load_draft(published, target, mesh=on)
-        decoder = SpeculativeDecoder(target, module, config)
-        rows = decoder.generate([PROMPT, [9, 2]], 24, sampler=samplers)
-        return [row.tokens for row in rows]
-
-    assert decode(MESH) == decode(None)

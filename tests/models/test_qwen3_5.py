@@ -162,29 +162,6 @@ def test_every_tensor_of_the_published_27b_is_accounted_for():
     assert shapes == {(_D, 2 * _D), (_D,), *_FULL.values(), *_FEED.values()}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "published, tree",
-    [("dense", None), ("dense", (2, 1, 1)), ("experts", None)],
-    indirect=["published"],
-)
-def test_a_mesh_changes_none_of_its_tokens(published, tree):
-    """Heads, states and experts over the tensor axis, rows over the other; the module drafts."""
-    directory, _ = published
-    shape = {"num_speculative_tokens": K} if tree is None else {"tree": tree}
-    config = SpeculativeConfig("mtp", rejection_sampling_strategy="match", **shape)
-    samplers = [spec_jax.SamplerConfig(temperature=t, seed=i) for i, t in enumerate((0, 1))]
-
-    def decode(on):
-        target = spec_jax.load_model(directory, mesh=on)
-        modules = spec_jax.load_draft(directory, target, mesh=on)
-        decoder = SpeculativeDecoder(target, modules, config)
-        rows = decoder.generate([[3, 1, 4, 1, 5], [9, 2]], 24, sampler=samplers)
-        return [row.tokens for row in rows]
-
-    assert decode("data:2,tensor:2") == decode(None)
-
-
 REFUSED = [
     (
         dict(linear_num_value_heads=3),

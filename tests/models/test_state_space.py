@@ -1,7 +1,6 @@
 """State-space and hybrid models: the closed form, and decoding with them on either side."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +8,9 @@ import numpy as np
 import pytest
 from oracles.state_space import run_mamba2
 from safetensors.numpy import load_file, save_file
-from support.decoders import rule
-from support.tiny_models import (
-    BAMBA,
-    LLAMA,
-    MAMBA2,
-    QWEN35,
-    QWEN35_MOE,
-    random_tokens,
-    random_weights,
-)
+from support.tiny_models import BAMBA, MAMBA2, random_tokens, random_weights
 
-from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
+from spec_jax import DecodeQueue, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, PromptError, WeightsError
@@ -28,10 +18,8 @@ from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.families.bamba import BambaConfig
-from spec_jax.models.families.mamba2 import Mamba2Config
 from spec_jax.models.params import init_params, num_params
 from spec_jax.models.ssm import CHUNK
-from spec_jax.testing import Row, certify_decoder, certify_rule, reference_distribution
 
 _ODD = dict(n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True)
 _ODD |= dict(time_step_limit=(0.6, 0.9), tie_word_embeddings=True)
@@ -84,109 +72,6 @@ def test_bfloat16_keeps_the_state_in_float32_and_stays_near():
 
 def loaded(name, config, params):
     return LoadedModel(name, transformer.model(config), params, config=config)
-
-
-def nearly(config, scale=0.15):
-    """Weights whose drafts are often right and often wrong."""
-    add = lambda a, b: a + scale * b
-    return jax.tree.map(add, random_weights(config), random_weights(config, seed=5))
-
-
-PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [30]]
-SAMPLERS = [SamplerConfig(), SamplerConfig(temperature=1.0), SamplerConfig(temperature=0.7)]
-NEW = 24
-
-
-@functools.cache
-def plain_tokens(config):
-    decoder = SpeculativeDecoder(loaded("target", config, random_weights(config)))
-    rows = decoder.generate(PROMPTS, NEW, sampler=SAMPLERS, seeds=[3, 4, 5])
-    return [row.tokens for row in rows]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "target, draft, shape",
-    [
-        (MAMBA2, MAMBA2, dict(num_speculative_tokens=3)),
-        (MAMBA2, LLAMA, dict(num_speculative_tokens=2)),
-        (BAMBA, BAMBA, dict(num_speculative_tokens=3)),
-        (MAMBA2, MAMBA2, dict(tree=(2, 1))),
-    ],
-    ids=["Mamba-2", "Mamba-2 by attention", "hybrid", "a tree"],
-)
-def test_replay_gives_the_tokens_of_one_token_a_pass(target, draft, shape):
-    """Greedy and sampled rows of one batch, under the rule whose tokens are plain decoding's."""
-    config = SpeculativeConfig(rejection_sampling_strategy="match", **shape)
-    params = nearly(draft) if draft is target else random_weights(draft)
-    decoder = SpeculativeDecoder(
-        loaded("target", target, random_weights(target)), loaded("draft", draft, params), config
-    )
-    rows = decoder.generate(PROMPTS, NEW, sampler=SAMPLERS, seeds=[3, 4, 5])
-    assert [row.tokens for row in rows] == plain_tokens(target)
-    assert decoder.stats.corrected > 0  # something was rolled back
-    assert draft is not target or decoder.stats.accepted > 5
-
-
-V = 3
-TARGETS = {
-    "Mamba-2": dataclasses.replace(MAMBA2, vocab_size=V, num_hidden_layers=1),
-    "hybrid": dataclasses.replace(BAMBA, vocab_size=V, num_hidden_layers=2),
-    "delta": dataclasses.replace(QWEN35, vocab_size=V),
-    "experts": dataclasses.replace(QWEN35_MOE, vocab_size=V),
-}
-DRAFT = TARGETS["Mamba-2"]
-
-
-def plain_logits(config, params):
-    """``logits_of`` without a cache, for the certificate."""
-
-    @functools.cache
-    def after(tokens):
-        if isinstance(config, Mamba2Config):
-            return run_mamba2(params, tokens, config)[0][-1]
-        padded = jnp.asarray([[*tokens, *[0] * (12 - len(tokens))]])
-        return np.asarray(whole(params, padded, config=config))[0, len(tokens) - 1]
-
-    return lambda _, tokens: after(tuple(tokens))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", TARGETS)
-def test_certificate_by_enumeration(name):
-    config = TARGETS[name]
-    params = {"target": random_weights(config), "draft": nearly(DRAFT, 0.5)}
-    logits_of_draft = plain_logits(DRAFT, params["draft"])
-
-    def draft_distribution(row, output, drafted):
-        history = [*output, *drafted]
-        logits = logits_of_draft(None, (*row.prompt, *history))
-        return reference_distribution(logits, row.draft, row.prompt, history)
-
-    cold, warm = SamplerConfig(temperature=0.7, top_k=2), SamplerConfig(temperature=1.0)
-    certify_rule(
-        rule("residual"),
-        rows=[Row((0, 1), warm, warm), Row((2, 1, 0), cold, warm)],
-        vocab_size=V,
-        num_draft=2,
-        num_tokens=3,
-        drafter=standalone(transformer.model(DRAFT)),
-        draft_distribution=draft_distribution,
-        params=params,
-        target=transformer.model(config),
-        batch=16,
-        logits_of=plain_logits(config, params["target"]),
-    )
-
-
-@pytest.mark.exhaustive
-def test_certificate_of_the_decoder_with_a_mamba2_target_and_draft():
-    params = {"target": random_weights(DRAFT), "draft": nearly(DRAFT, 0.5)}
-    settings = dict(
-        target=transformer.model(DRAFT), logits_of=plain_logits(DRAFT, params["target"])
-    )
-    options = dict(num_draft=2, num_tokens=3, trials=8_000, batch=8_000, params=params, **settings)
-    certify_decoder(rule("residual"), standalone(transformer.model(DRAFT)), vocab_size=V, **options)
 
 
 def test_a_model_that_can_neither_rewind_nor_replay_is_no_draft():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.meshes import mesh
 from support.tiny_models import LLAMA, random_weights
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, host_drafter
-from spec_jax.contracts import Drafter, Proposal, Rule
+from spec_jax.contracts import Rule
 from spec_jax.errors import InvalidDraftError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
@@ -31,52 +30,10 @@ def after_each(prefix, k, seed):
     return [int(draw.choice(V, p=p / p.sum())) for p in probs], probs
 
 
-def bigrams() -> Drafter:
-    """Counts, for each row, which token followed which; its state is f32[B,V,V]."""
-    rows = lambda tokens: jnp.arange(len(tokens))[:, None]
-
-    def count(state, tokens, n):
-        """``tokens`` i32[B,T+1], of which ``n`` pairs count."""
-        is_pair = (jnp.arange(tokens.shape[1] - 1) < n[:, None]).astype(jnp.float32)
-        return state.at[rows(tokens), tokens[:, :-1], tokens[:, 1:]].add(is_pair)
-
-    def prefill(params, state, tokens, lengths, pending, features):
-        ended = jnp.pad(tokens, ((0, 0), (0, 1)))
-        ended = ended.at[jnp.arange(len(lengths)), lengths].set(pending)
-        return {"seen": count(state["seen"], ended, lengths), "last": pending}
-
-    def propose(params, state, context, num_draft):
-        def step(token, _):
-            token = state["seen"][jnp.arange(len(token)), token].argmax(axis=1).astype(jnp.int32)
-            return token, token
-
-        _, tokens = jax.lax.scan(step, state["last"], length=num_draft)
-        return Proposal(tokens.T, jnp.full(context.length.shape, num_draft, jnp.int32)), state
-
-    def commit(params, state, tokens, n, features, path):
-        whole = jnp.concatenate([state["last"][:, None], tokens], axis=1)
-        last = jnp.take_along_axis(whole, n[:, None], axis=1)[:, 0]
-        return {"seen": count(state["seen"], whole, n), "last": last}
-
-    options = dict(
-        init=lambda params, batch, slots: {
-            "seen": jnp.zeros((batch, V, V)),
-            "last": jnp.zeros((batch,), jnp.int32),
-        },
-        prefill=prefill,
-        propose=propose,
-        commit=commit,
-        insert_row=lambda state, row, other: jax.tree.map(
-            lambda a, b: a.at[row].set(b[0]), state, other
-        ),
-    )
-    return Drafter("bigrams", None, None, is_sampled=False, **options)
-
-
 HOST = host_drafter(after_each, is_sampled=True, vocab_size=V)
 # Mapped over the batch by jax.vmap alone, as a user would.
 RULE = Rule("mine", jax.vmap(chain.residual), is_lossless=True, needs_probs=True)
-PARTS = {"host": (HOST, None), "own drafter": (bigrams(), None), "own rule": (HOST, RULE)}
+PARTS = {"host": (HOST, None), "own rule": (HOST, RULE)}
 
 
 def decoder(part, where):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -155,17 +153,6 @@ def np_draft(config, params, tokens, num_draft=K):
 
 def prefill(system, params, new, sampler=None, prompts=PROMPTS):
     return decoders.prefill(system, params, prompts, new, sampler)
-
-
-@functools.partial(jax.jit, static_argnames="system")
-def fresh_draft(system, params, state):
-    """The drafter's state after the same tokens, all fed at once."""
-    features = features_of(system.target, params, state.tokens)
-    pending = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
-    draft = system.drafter.init(params["draft"], len(pending), SLOTS)
-    return system.drafter.prefill(
-        params["draft"], draft, state.tokens, state.length, pending, features
-    )
 
 
 def rows_of(state):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from support.tiny_models import LLAMA, random_tensor, random_weights
 
 from spec_jax.drafters.eagle.formats import file_names
 from spec_jax.drafters.eagle.model import PEagleConfig
-from spec_jax.drafters.eagle.parallel import peagle
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
-from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import nest
 
 V, U = LLAMA.vocab_size, 20
@@ -58,37 +55,3 @@ def head_of(config, seed=0):
         ids = IDS if config.target_vocab_size == V else np.arange(size)
         params["d2t"] = jnp.asarray(ids - np.arange(size), jnp.int32)
     return LoadedHead(config.name, config, params)
-
-
-def toy_config(vocab_size):
-    """A head for the toy target, whose states are its logits."""
-    layer = ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=8,
-        intermediate_size=6,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        max_position_embeddings=128,
-    )
-    return PEagleConfig(
-        version=3,
-        layer=layer,
-        target_hidden_size=vocab_size,
-        target_vocab_size=vocab_size,
-        taps=(1,),
-        own_embed=True,
-        mask_token_id=vocab_size - 1,
-    )
-
-
-def toy_maker(tree=None):
-    """``make(target)`` of a certificate."""
-    return lambda target: peagle(toy_config(target.model.vocab_size), target.model, tree)
-
-
-def toy_params(target):
-    """``params(target)`` of a certificate."""
-    head = jax.tree.map(lambda w: 2 * w, head_of(toy_config(target.model.vocab_size)).params)
-    return {"head": head, "target": target.params}

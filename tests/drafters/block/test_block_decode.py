@@ -2,65 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax.numpy as jnp
 import pytest
 from support.block_drafts import HEADS, TARGET, head_of
 from support.tiny_models import LLAMA
 
 from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.config import SamplerConfig
-from spec_jax.drafters.block.config import DSparkConfig, TreeFlashConfig
 from spec_jax.errors import ConfigError
-from spec_jax.models import transformer
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5], [4], [11, 2, 11]]
-SAMPLERS = [SamplerConfig(), SamplerConfig(temperature=1.0, seed=3)] * 2
 V, D, K = LLAMA.vocab_size, LLAMA.hidden_size, 4
-
-
-def bigrams(kind):
-    """A head whose step alone predicts the next token from the last one, as the target would."""
-    if kind == "dspark":
-        config = DSparkConfig.of_target(LLAMA, block_size=K, markov_rank=V)
-        head = head_of(config)
-        alone = transformer.forward(TARGET.params, jnp.arange(V)[:, None], config=LLAMA)
-        table = transformer.model(LLAMA).unembed(TARGET.params, alone.hidden[:, 0])
-        changes = {"norm": jnp.zeros(D), "step": {"embed": jnp.eye(V), "out": table}}
-    else:
-        config = TreeFlashConfig.of_target(LLAMA, block_size=K + 1)
-        head, F = head_of(config), LLAMA.intermediate_size
-        ug = jnp.zeros((2 * D, 2 * F)).at[:D, :D].set(jnp.eye(D))
-        bias = jnp.zeros(2 * F).at[F:].set(30.0)  # the gate is open, whatever it reads
-        step = {"norm": jnp.ones(D), "ug": ug, "ug_bias": bias, "down": 30 * jnp.eye(F, D)}
-        changes = {"norm": TARGET.params["final_norm"], "step": step}
-    return dataclasses.replace(head, params=head.params | changes)
-
-
-# Options, a mesh, and how many of the counts 0 to K of accepted drafts must occur.
-WAYS = {
-    "chain": ({"num_speculative_tokens": K}, None, K + 1),
-    "static tree": ({"tree": (2, 1, 1, 1)}, None, K + 1),
-    "dynamic tree": ({"num_speculative_tokens": 8, "tree": {"depth": K, "top_k": 3}}, None, 3),
-    "adaptive": ({"adaptive": {"buckets": (0, K)}}, None, 1),
-    "mesh": ({"num_speculative_tokens": K}, "data:2,tensor:2", K + 1),
-}
-
-
-@pytest.mark.representatives("chain-dspark")
-@pytest.mark.parametrize("kind", ["dspark", "treeflash"])
-@pytest.mark.parametrize("way", WAYS)
-def test_it_decodes_as_plain_decoding_does_whatever_is_accepted(kind, way):
-    options, mesh, count = WAYS[way]
-    config = SpeculativeConfig(kind, rejection_sampling_strategy="match", **options)
-    decoder = SpeculativeDecoder(TARGET, bigrams(kind), config, mesh=mesh)
-    fast, slow = (
-        d.generate(PROMPTS, 30, sampler=SAMPLERS) for d in (decoder, SpeculativeDecoder(TARGET))
-    )
-    assert [row.tokens for row in fast] == [row.tokens for row in slow]
-    lengths = decoder.stats.lengths
-    assert len(lengths) == K + 1 and min(lengths[:count]) > 0, lengths
 
 
 def test_it_samples_with_block_verification_and_dflash_drafts_the_likeliest():
@@ -107,18 +58,3 @@ def test_dflash_drafts_the_likeliest_tokens_of_a_sampled_row_by_itself():
         for draft in (None, SamplerConfig(seed=3), warm)
     )
     assert alone == cold != hot
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", [None, "data:2,tensor:2"])
-def test_pairs_of_candidates_decode_as_plain_decoding_does(mesh):
-    """With a token that target and draft both like, so that some drafts are right."""
-    samplers = [dataclasses.replace(sampler, logit_bias=((5, 7.0),)) for sampler in SAMPLERS]
-    config = SpeculativeConfig("dflash2", K, rejection_sampling_strategy="match")
-    head = head_of(dataclasses.replace(HEADS["dflash2"], selector_top_k=25))
-    decoder = SpeculativeDecoder(TARGET, head, config, mesh=mesh)
-    fast, slow = (
-        d.generate(PROMPTS, 40, sampler=samplers) for d in (decoder, SpeculativeDecoder(TARGET))
-    )
-    assert [row.tokens for row in fast] == [row.tokens for row in slow]
-    assert min(decoder.stats.lengths) > 0, decoder.stats.lengths

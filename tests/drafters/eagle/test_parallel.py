@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from oracles import parallel_heads
 from safetensors.numpy import load_file, save_file
-from support.parallel_heads import HEADS, IDS, SIZES, TARGET, V, head_of, tensors_of, toy_maker
-from support.parallel_heads import toy_params as params_of_toy
+from support.parallel_heads import HEADS, IDS, SIZES, TARGET, V, head_of, tensors_of
 from support.tiny_models import LLAMA
 
-import spec_jax
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
@@ -23,15 +21,10 @@ from spec_jax.drafters.eagle.parallel import peagle
 from spec_jax.errors import ConfigError
 from spec_jax.inspection import inspect
 from spec_jax.models import transformer
-from spec_jax.named import to_rule
 from spec_jax.planning import roofline
 from spec_jax.planning.work import Setting
 from spec_jax.sampling import make_sampler
-from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.reported import force_all
-from spec_jax.testing.certificate.rounds import check_round
-from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import DynamicTree
 
 TEXT = np.random.default_rng(5).integers(0, V, 14)
 N = np.arange(1, 7)  # one row a prompt's length
@@ -151,34 +144,6 @@ def test_a_dynamic_tree_has_the_likeliest_paths_of_the_marginals():
         assert set(paths[1:]) == set(sorted(score, key=score.get, reverse=True)[:best])
 
 
-PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5], [4], [11, 2, 11]]
-LIKED = ((int(IDS[0]), 6.0),)  # drafted by all, so that some drafts are right
-SAMPLERS = [
-    SamplerConfig(logit_bias=LIKED),
-    SamplerConfig(temperature=1.0, seed=3, logit_bias=LIKED),
-] * 2
-WAYS = {
-    "chain": ({"num_speculative_tokens": K}, None),
-    "static tree": ({"tree": (2, 1, 1, 1)}, None),
-    "adaptive": ({"adaptive": {"buckets": (0, K)}}, None),
-    "mesh": ({"num_speculative_tokens": K}, "data:2,tensor:2"),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
-def test_its_text_is_that_of_plain_decoding_whatever_is_accepted(way):
-    options, mesh = WAYS[way]
-    config = SpeculativeConfig("peagle", rejection_sampling_strategy="match", **options)
-    decoder = SpeculativeDecoder(TARGET, head_of(HEADS["p-eagle"]), config, mesh=mesh)
-    fast, slow = (
-        d.generate(PROMPTS, 40, sampler=SAMPLERS) for d in (decoder, SpeculativeDecoder(TARGET))
-    )
-    assert [row.tokens for row in fast] == [row.tokens for row in slow]
-    lengths = decoder.stats.lengths
-    assert len(lengths) == K + 1 and (way == "adaptive" or min(lengths) > 0), lengths
-
-
 def test_it_samples_with_block_verification_and_drafts_the_likeliest():
     """Rule and draft temperature where nothing says otherwise."""
     decoder = SpeculativeDecoder(TARGET, head_of(HEADS["p-eagle"]), SpeculativeConfig("peagle", 2))
@@ -238,36 +203,6 @@ def test_the_masked_state_may_be_stored_as_a_row(tmp_path):
     save_file({**stored, "mask_hidden": stored["mask_hidden"][0]}, file)
     again = load_draft(tmp_path, TARGET)
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
-
-
-TREE = Tree((0, 0, 1, 3))
-
-
-def round_of(make, rule, num_draft=2, num_rows=4, batch=1032):
-    subject, rows = make_subject(make, params_of_toy, 0), certified_rows()[:num_rows]
-    system = subject.system(to_rule(rule), num_draft)
-    items = prefixes(subject, num_rows, 1)
-    forced = force_all(system, subject.params, rows, items, 3, batch)
-    found = check_round(system, forced, rows, subject.logits_of, 1e-6)
-    if found.first is not None:
-        raise CertificateError(found.first.text(system.num_draft))
-    return found
-
-
-@pytest.mark.representatives("block")
-@pytest.mark.parametrize("rule", ["block", "residual"])
-def test_a_round_of_marginals_is_proved(rule):
-    """All outcomes of rounds after every text of a token, in wide, peaked and penalised rows."""
-    found = round_of(toy_maker(), rule)
-    assert found.error <= 1e-6 and found.num_outcomes >= 20
-
-
-@pytest.mark.exhaustive
-@pytest.mark.landing
-def test_trees_of_marginals_are_certified():
-    """Under all settings, of fewer nodes than the tree has too, and by the loop."""
-    certificate = spec_jax.certify("traversal", toy_maker(TREE), params=params_of_toy, trials=300)
-    assert certificate.failure is None and certificate.max_error <= 1e-6
 
 
 def test_the_pass_of_all_masks_is_planned():

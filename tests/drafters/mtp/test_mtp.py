@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 from support.mtp_modules import (
     CONFIGS,
-    HOT,
-    KINDS,
     TARGET,
     D,
-    K,
-    fresh_draft,
     modules_of,
     np_draft,
     of_target,
@@ -33,37 +29,12 @@ from support.tiny_models import (
     QWEN3_NEXT,
     QWEN3_NEXT_TARGET,
     QWEN35,
-    plain,
     random_tensor,
 )
 
-from spec_jax import decoding
-from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.drafters.common import sequential
-from spec_jax.drafters.mtp.model import MtpConfig, init_mtp, mtp, mtp_table, recycle
+from spec_jax.drafters.mtp.model import MtpConfig, init_mtp, mtp_table, recycle
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import registry
-from spec_jax.rules import make_rule
-from spec_jax.testing import certify_decoder, toy_model, toy_params
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("protocol", ["recycled", "sequential"])
-def test_decoding_with_modules_matches_target_distribution(protocol):
-    """A toy target of four ids, whose features are its logits."""
-    layer = dataclasses.replace(TARGET, vocab_size=4, hidden_size=4, head_dim=4)
-    modules = 2 if protocol == "sequential" else 1
-    config = MtpConfig.of_target(layer, protocol=protocol, num_modules=modules)
-    target = {**toy_params(4, 0), "embed": jnp.asarray(random_tensor("embed", (4, 4), 0))}
-    certify_decoder(
-        make_rule(SpeculativeConfig(rejection_sampling_strategy="residual")),
-        mtp(config, toy_model(4)),
-        trials=4_800,
-        batch=24,
-        num_tokens=3,
-        alpha=1e-7,
-        params={"target": target, "draft": {"head": modules_of(config), "target": target}},
-    )
 
 
 @pytest.mark.representatives("recycled", "sequential", "zero-centred, own ends")
@@ -101,30 +72,6 @@ def test_modules_of_every_family_recycle_the_state_after_their_norm():
         assert np.abs(read(x) - expected).max() > 0.02
 
 
-def after_ten_rounds(system, params):
-    """Rows of which the second finishes early, by rounds that keep, cut and replace drafts."""
-    state, chunk = run(system, params, prefill(system, params, [45, 6, 45], HOT), 10)
-    assert chunk.rounds == 10
-    kind = np.asarray(state.kind)
-    assert all((kind == k).any() for k in (decoding.Kind.CORRECTED, decoding.Kind.ACCEPTED))
-    assert state.finish.tolist() == [decoding.Finish.RUNNING, decoding.Finish.LENGTH, 0]
-    return state
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["recycled", "sequential", "sequential before the norm"])
-def test_drafts_after_ten_rounds_are_those_after_a_fresh_prefill(name):
-    system, params = system_of(CONFIGS[name], "match")
-    state = after_ten_rounds(system, params)
-    proposal = propose(system, params, state)
-    fresh = state.replace(draft=fresh_draft(system, params, state))
-    expected = propose(system, params, fresh)
-    assert proposal.tokens.tolist() == expected.tokens.tolist()
-    np.testing.assert_allclose(proposal.logits, expected.logits, rtol=0, atol=1e-5)
-    for row, tokens in enumerate(rows_of(state)):
-        assert proposal.tokens[row].tolist() == np_draft(CONFIGS[name], params, tokens)[0]
-
-
 def test_prompts_shorter_than_the_modules_leave_the_first_slots_unseen():
     """A row of two tokens in all, beside long ones: modules 2 and 3 have fewer rows than slots."""
     system, params = system_of(CONFIGS["sequential"])
@@ -137,93 +84,7 @@ def test_prompts_shorter_than_the_modules_leave_the_first_slots_unseen():
         )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["greedy", "match"])
-@pytest.mark.parametrize("name", ["recycled", "sequential"])
-def test_emits_exactly_the_plain_tokens(name, strategy):
-    sampler = SamplerConfig(temperature=0.0 if strategy == "greedy" else 1.0)
-    system, params = system_of(CONFIGS[name], strategy)
-    fast, chunk = run(system, params, prefill(system, params, 30, sampler), 99)
-    system, params = plain(TARGET, params)
-    slow, steps = run(system, params, prefill(system, params, 30, sampler), 99)
-    np.testing.assert_array_equal(fast.tokens, slow.tokens)
-    assert chunk.rounds <= steps.rounds
-
-
-def test_a_round_without_drafts_keeps_the_modules_in_step():
-    system, params = system_of(CONFIGS["sequential"])
-    idle = system._replace(num_draft=0)
-    state, _ = run(idle, params, prefill(idle, params, 30), 6)
-    drafts = propose(system, params, state).tokens
-    for row, tokens in enumerate(rows_of(state)):
-        assert drafts[row].tolist() == np_draft(CONFIGS["sequential"], params, tokens)[0]
-
-
-@pytest.mark.exhaustive
-def test_a_row_that_is_admitted_drafts_as_it_did_alone():
-    system, params = system_of(CONFIGS["sequential"])
-    state, one = prefill(system, params, 8), prefill(system, params, 8, prompts=[[4, 4, 4]])
-    expected = propose(system, params, one)
-    state = decoding.insert(state, 1, one, system=system)
-    proposal = propose(system, params, state)
-    assert proposal.tokens[1].tolist() == expected.tokens[0].tolist()
-    np.testing.assert_allclose(proposal.logits[1], expected.logits[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", KINDS)
-def test_modules_of_other_kinds_of_layer_draft_as_after_a_fresh_prefill(name):
-    layer = dataclasses.replace(KINDS[name], num_hidden_layers=1, max_position_embeddings=256)
-    system, params = system_of(of_target(layer=layer, protocol="sequential", num_modules=K))
-    state, _ = run(system, params, prefill(system, params, 20), 3)
-    fresh = state.replace(draft=fresh_draft(system, params, state))
-    options = dict(rtol=0, atol=1e-5)
-    np.testing.assert_allclose(
-        propose(system, params, state).logits, propose(system, params, fresh).logits, **options
-    )
-
-
 # ------------------------------------------------------------------------------- mutations
-
-
-@pytest.mark.exhaustive
-def test_mutation_a_refresh_with_the_wrong_offset_is_found(monkeypatch):
-    """In the refresh, module m reads module m - 1 in its own slot, not in the one before."""
-    system, params = system_of(CONFIGS["sequential"], "match")
-    drafter = mtp.__wrapped__(CONFIGS["sequential"], system.target)
-
-    def commit(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr(sequential, "_delayed", lambda last, x: x)
-            return drafter.commit(*args)
-
-    mutant = system._replace(drafter=drafter._replace(commit=commit))
-    state = after_ten_rounds(mutant, params)
-    a = propose(mutant, params, state)
-    b = propose(system, params, state.replace(draft=fresh_draft(system, params, state)))
-    np.testing.assert_allclose(a.logits[:, 0], b.logits[:, 0], rtol=0, atol=1e-5)
-    assert not np.allclose(a.logits[:, 1:], b.logits[:, 1:], atol=1e-3)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "change", "first"),
-    [
-        ("recycled", {"order": "hidden-first"}, 0),
-        ("recycled", {"recycles_normed": False}, 1),
-        ("sequential", {"recycles_normed": False}, 1),
-    ],
-    ids=["order of concatenation", "recycled before the norm", "handed on before the norm"],
-)
-def test_mutation_another_reading_of_the_tensors_is_found(name, change, first):
-    config = CONFIGS[name]
-    system, params = system_of(config)
-    drafter = mtp(dataclasses.replace(config, **change), system.target)
-    mutant = system._replace(drafter=drafter)
-    wrong = propose(mutant, params, prefill(mutant, params, 8))
-    right = propose(system, params, prefill(system, params, 8))
-    same = np.isclose(wrong.logits, right.logits, atol=1e-3).all(axis=(0, 2))
-    assert same.tolist()[: first + 1] == [True] * first + [False]
 
 
 # ----------------------------------------------------------------------------- bad configs
