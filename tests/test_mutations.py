@@ -80,6 +80,18 @@ MUTATIONS = mutants.read("""
     each decoder counts what was learned anew
         Engine.params: x_._history.params -> {**x_._history.params, "num_updates": jnp.uint32(0)}
         test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder
+    an overlapped block that was dropped is kept
+        remaining_ahead: jnp.where(is_whole, x_, 0) -> jnp.where(block.n_draft > 0, x_, 0)
+        test_accepts_all_that_is_right_and_counts_it
+    an overlapped block is accepted by the scores before its own
+        pearl.accept_chain: jnp.minimum(x_, ahead.n_draft[:, None]) -> jnp.minimum(x_ // 2, x_)
+        test_emits_exactly_the_plain_stream_for_mixed_rows
+    the token after a whole overlapped chain is emitted
+        accept_chain: decoding.emit(a_, b_, c_, d_, e_, n_) -> decoding.emit(a_, b_, c_, d_, e_)
+        test_emits_exactly_the_plain_stream_for_mixed_rows
+    an overlapped draft is not rolled back
+        pearl._follow_outcome: drafter.rewind(draft, x_) -> draft
+        test_the_drafts_state_is_that_of_its_prefix_kept_or_rolled_back
     sources that learn share their counts
         rng._fold_in_counts: counts[source] * len(counts) + source -> counts[source]
         test_every_count_of_every_source_has_noise_of_its_own

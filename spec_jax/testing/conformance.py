@@ -122,7 +122,7 @@ class _Run:
         self.decoder = decoder
         self.prompts = [[i % V for i in ids] for ids in ((1, 2, 3), (4, 5, 6, 7, 6), (2,), (3, 1))]
         self.limits = [NUM_TOKENS, _ENDS_EARLY, NUM_TOKENS, NUM_TOKENS - 7]
-        likely = ((1, 9.0), (2, 9.0), (3, 8.0))
+        likely = tuple((i, 9.0 - i // 3) for i in (1, 2, 3) if i < V)
         self.samplers = [
             SamplerConfig(temperature=2.0, seed=1, logit_bias=likely),
             SamplerConfig(temperature=0.0, logit_bias=likely),

@@ -10,19 +10,8 @@ import pytest
 from conformance import cells
 
 from spec_jax.config import METHODS
-from spec_jax.drafters import registry
 from spec_jax.testing import conformance
 from spec_jax.testing.conformance import check_conformance
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    for kind in cells.OWN_KINDS:
-        registry.register(kind)
-    yield
-    for kind in cells.OWN_KINDS:
-        registry.unregister(kind.name)
-
 
 BLOCKS = ("peagle", "dflash", "dflash2", "dspark", "treeflash")
 FAMILIES = [name for name in cells.SUBJECTS if name.startswith("on ")]

@@ -333,45 +333,6 @@ def test_mutation_distributions_that_lag_their_tokens_are_caught(mutate):
         certify()
 
 
-def is_plain(loop, plain):
-    return [output(row) for row in run(loop)[0]] == plain
-
-
-@pytest.mark.exhaustive
-def test_mutation_a_dropped_block_that_is_kept_is_caught(mutate, loop):
-    """It keeps the distribution, as any draft does, but is accepted by chance alone."""
-    honest = pearl.remaining_ahead
-    mutate(pearl, "remaining_ahead", lambda block, is_whole: honest(block, block.n_draft > 0))
-    with pytest.raises(AssertionError):
-        test_accepts_all_that_is_right_and_counts_it(run(loop))
-
-
-@pytest.mark.exhaustive
-def test_mutation_a_block_judged_by_the_row_before_is_caught(monkeypatch, loop, plain):
-    honest = pearl.score_ahead
-
-    def late(*args, **kwargs):
-        state, logits, features = honest(*args, **kwargs)
-        return state, logits.at[:, 1:].set(logits[:, :-1]), features
-
-    monkeypatch.setattr(pearl, "score_ahead", late)
-    assert not is_plain(loop, plain)
-
-
-@pytest.mark.exhaustive
-def test_mutation_the_token_behind_a_whole_chain_is_caught(mutate, loop, plain):
-    honest = decoding.emit
-    mutate(decoding, "emit", lambda *args: honest(*args[:-1], args[-1] + 1))
-    assert not is_plain(loop, plain)
-
-
-@pytest.mark.exhaustive
-def test_mutation_a_draft_that_is_not_rolled_back_is_caught(loop):
-    forgetful = erring(rewind=lambda state, n: state)
-    with pytest.raises(AssertionError):
-        run(loop, forgetful, rounds=1, look=check_side)
-
-
 def test_each_program_is_compiled_once():
     programs = (pearl.draft_ahead, pearl.score_ahead, pearl.accept_chain)
     decoder = SpeculativeDecoder(

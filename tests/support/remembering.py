@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from support.scripted import Known
 
 import spec_jax
 from spec_jax import decoding, testing
@@ -17,9 +13,6 @@ from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.model_free import model_free
 from spec_jax.drafters.suffix import GAP, suffix
 from spec_jax.engine.adaptive.policy import Plan
-from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.queue import DecodeQueue
-from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.certificate.memory import a_memory_each
@@ -107,11 +100,6 @@ class HostMemories:
     def add(self, outputs: np.ndarray) -> None:
         """It has seen them already."""
 
-    def forget(self) -> None:
-        """Begins anew, for another trial."""
-        self._seen.clear()
-        self._updates = 0
-
 
 def calls(memories, rule: str, rows: int, num_calls: int) -> list[np.ndarray]:
     """Decodes ``rows`` prompts again and again with the same seeds: i64[rows,NUM_TOKENS] a call."""
@@ -144,94 +132,15 @@ def p_value(output: np.ndarray, num_tokens: int = 4) -> float:
     return float(scipy.stats.chisquare(*pooled).pvalue)
 
 
-class Eavesdropper:
-    """A function that drafts for each position what any row has had there last."""
+class Counting:
+    """In the place of a tuner: every round drafts, and every round is an update."""
 
-    def __init__(self):
-        self._at, self._updates = {}, 0
-        self.drafter = spec_jax.host_drafter(self._draft, num_updates=lambda: self._updates)
-
-    def _draft(self, prefix, k, seed):
-        del seed
-        drafts = [self._at.get(len(prefix) + i) for i in range(k)]
-        self._at |= dict(enumerate(prefix))
-        self._updates += 1
-        return drafts[: drafts.index(None)] if None in drafts else drafts
-
-    def forget(self) -> None:
-        """Begins anew, for another trial."""
-        self._at.clear()
-        self._updates = 0
-
-
-class Spiteful:
-    """In the place of a tuner: a round drafts nothing if the one of the last call went well."""
-
-    def __init__(self):
-        self._last, self._now, self.num_updates = [], [], 0
-
-    def end_call(self) -> None:
-        self._last, self._now = self._now, []
+    num_updates = 0
 
     def choose(self, costs, lag=0):
         del costs, lag
-        at = len(self._now)
-        return Plan(0 if at < len(self._last) and self._last[at] else 1, 1), self
+        return Plan(1, 1), self
 
     def observe(self, num_draft, rounds, reached_at, accepted_at, time_ms):
-        self._now.append(accepted_at[0])
         self.num_updates += 1
         return self
-
-
-def trials(source: str, num_trials: int, num_calls: int) -> list[np.ndarray]:
-    """Decodes again and again with one seed, with a decoder and a memory for each trial.
-
-    Args:
-      source: what learns: "suffix", "host" or "adaptive", in calls of ``generate``; "queue", a
-        suffix drafter in a ``DecodeQueue`` of one row; "rows", a host drafter from the other row
-        of the batch.
-      num_trials: decoders, each with a seed of its own.
-      num_calls: of each decoder; rows of the queue or of the batch.
-
-    Returns:
-      i64[num_trials,NUM_TOKENS] for each call or row.
-    """
-    model, sampler = testing.toy_model(V), SamplerConfig(temperature=1.0)
-    target = LoadedModel("target", model, TARGET)
-    draft = LoadedModel("draft", model, testing.toy_params(V, 1, contexts=1))
-    host = Eavesdropper() if source == "rows" else HostMemories(1)
-    strategy = {"rejection_sampling_strategy": "residual"}
-    outputs = np.zeros((num_calls, num_trials, NUM_TOKENS), np.int64)
-    for trial in range(num_trials):
-        tuner, seed = Spiteful(), num_calls + trial
-        make = functools.partial(SpeculativeDecoder, target, target_sampler=sampler)
-        if source == "adaptive":
-            config = SpeculativeConfig(
-                "standalone", 1, is_adaptive=True, adaptive_buckets=(0, 1), **strategy
-            )
-            decoder = make(draft, config)
-            decoder.adaptive.tuner, decoder.adaptive.costs = tuner, Known()
-        elif source in ("suffix", "queue"):
-            config = SpeculativeConfig("suffix", K, suffix_history_tokens=MEMORY, **strategy)
-            decoder = make(config=config)
-        else:
-            host.forget()
-            config = SpeculativeConfig(num_speculative_tokens=K, **strategy)
-            decoder = make(config=config, drafter=host.drafter)
-        if source == "queue":
-            samplers = [dataclasses.replace(sampler, seed=seed - i) for i in range(num_calls)]
-            options = dict(max_prompt_tokens=3, max_new_tokens=NUM_TOKENS, sampler=samplers)
-            rows = DecodeQueue(decoder, enumerate([[0, 1, 2]] * num_calls), batch=1, **options)
-            for index, row in rows:
-                outputs[index, trial] = row.tokens
-        elif source == "rows":
-            prompts = [[0, 1, 2, 0], [0, 1], [0]][:num_calls]
-            rows = decoder.generate(prompts, NUM_TOKENS, seeds=[seed] * num_calls)
-            outputs[:, trial] = [row.tokens for row in rows]
-        else:
-            for call in range(num_calls):
-                (row,) = decoder.generate([[0, 1, 2]], NUM_TOKENS, seeds=[seed])
-                outputs[call, trial] = row.tokens
-                tuner.end_call()
-    return list(outputs)
