@@ -62,6 +62,7 @@ def test_a_round_is_proved(case):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.landing("peagle-tree-traversal")
 @pytest.mark.parametrize(
     ("name", "shape", "rule"), [("dflash2", "chain", "block"), ("peagle", "tree", "traversal")]
 )
