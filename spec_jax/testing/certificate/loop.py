@@ -34,7 +34,7 @@ from spec_jax.testing.oracles import (
     tail_of_sums,
 )
 
-_ALONE = 200  # places whose drafts are drawn in batches of one
+_ALONE = 50  # places whose drafts are drawn in batches of one
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
 
 
