@@ -24,7 +24,7 @@ _PER_CELL = 50  # draws that a cell of a table should have on average
 _NEAR = 0.5  # share of the draft's distribution in the target's
 _CONTEXT = 3  # maximum tokens before the tested one that a table has
 _WINDOW = 8  # places that are tested together
-_WITH_PROCESSORS = 300  # texts that are followed where each has distributions of its own
+_WITH_PROCESSORS = 200  # texts that are followed where each has distributions of its own
 
 
 def near_target(loop: Loop, of: np.ndarray) -> dict[str, Any]:
