@@ -317,5 +317,6 @@ def _accept(rule: Rule, logits, contexts, proposal, noise):
     parents = jnp.arange(K) if proposal.parents is None else proposal.parents
     rows = jnp.arange(len(logits))[:, None]
     of_draft = scores.probs[rows, parents, proposal.tokens]
-    verdict = decoding.call_accept(rule, scores, proposal, noise)
-    return verdict, of_draft, one_by_one(rule.accept)(scores, proposal, noise)
+    alone = rule._replace(accept=one_by_one(rule.accept))
+    verdict, own = (decoding.call_accept(x, scores, proposal, noise) for x in (rule, alone))
+    return verdict, of_draft, own
