@@ -47,7 +47,8 @@ def test_rounds_conform(cell):
     check_conformance(cells.decoder(*cell.split("-", 2)), conformance.ROUNDS)
 
 
-@pytest.mark.representatives("eagle3-chain-match")
+@pytest.mark.representatives("suffix-chain-match")
+@pytest.mark.landing("eagle3-chain-match", "standalone-static-residual")
 @pytest.mark.parametrize(
     "cell",
     [
@@ -70,7 +71,8 @@ def test_decoders_of_adaptive_k_conform(name):
     check_conformance(cells.decoder(name, "adaptive", "match"), checks)
 
 
-@pytest.mark.representatives("dspark-chain")
+@pytest.mark.exhaustive
+@pytest.mark.landing("dspark-chain")
 @pytest.mark.parametrize(
     "cell",
     [
