@@ -133,7 +133,6 @@ def block_losses(
     base_weight=0.0,
     l1_weight=0.0,
     confidence_weight=0.0,
-    dtype=torch.float32,
 ):
     """One step a batch; the losses before each step, and the weights after the last.
 
@@ -152,9 +151,8 @@ def block_losses(
       base_weight: of the same by the base logits.
       l1_weight: of the L1 distance of the two distributions.
       confidence_weight: of the confidence.
-      dtype: of the arithmetic.
     """
-    target, K = Target(directory, dtype), config.max_draft
+    target, K = Target(directory), config.max_draft
 
     def loss_of(m, tokens, mask, index):
         states, logits = target(tokens)
@@ -190,4 +188,4 @@ def block_losses(
                     weights.append(reach[k:count].sum() if is_dpace else decay**k)
         return sum(w * term for w, term in zip(weights, terms)) / sum(weights)
 
-    return train(modules, loss_of, batches, lrs, dtype)
+    return train(modules, loss_of, batches, lrs)

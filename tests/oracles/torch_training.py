@@ -12,7 +12,6 @@ weights after the last. All of them have
   layer_config: the ``ModelConfig`` of the head's or each module's layer.
   batches: pairs of tokens i64[B,W] and mask bool[B,W].
   lrs: a learning rate a batch.
-  dtype: of the arithmetic; some of transformers' remains in float32.
 
 Axis letters: B windows, W tokens of a window, R = W - 2 rows, D width, N query heads, G key-value
 heads, H head dimension, V vocabulary, U draft vocabulary. Row t joins the target's state at token
@@ -35,10 +34,9 @@ CLIP, BETAS, EPS = 0.5, (0.9, 0.95), 1e-5
 class Target:
     """A frozen model of a Hugging Face directory."""
 
-    def __init__(self, directory, dtype=torch.float32):
-        self.model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager"
-        ).eval()
+    def __init__(self, directory):
+        options = dict(dtype=torch.float32, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
         self.model.requires_grad_(False)
         self.embed = self.model.get_input_embeddings()  # [B,T] to [B,T,D]
         self.unembed = self.model.get_output_embeddings()  # [B,T,D] to [B,T,V]
@@ -108,8 +106,6 @@ def attend(p, x, step, seen, config):
     N, G, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     heads = lambda name, count: linear(p, x, name).view(B, R, count, H)
     q, k, v = heads("q", N), heads("k", G), heads("v", G)
-    if "q_norm" in p:
-        q, k = rms_norm(q, p["q_norm"], config), rms_norm(k, p["k_norm"], config)
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))
     position = torch.arange(R) + step
     q, k = rope(q, position, config), rope(k, position, config)
@@ -170,7 +166,7 @@ def extend(x, count):
     return torch.cat([x, x.new_zeros(x.shape[0], count, *x.shape[2:])], 1)
 
 
-def train(modules, loss_of, batches, lrs, dtype):
+def train(modules, loss_of, batches, lrs):
     """AdamW steps on every weight, gradients clipped by their global norm.
 
     Args:
@@ -178,14 +174,13 @@ def train(modules, loss_of, batches, lrs, dtype):
       loss_of: modules of tensors, tokens i64[B,W], weights [B,W] of them, index of the batch.
       batches: pairs of tokens and mask.
       lrs: a learning rate a batch.
-      dtype: of the weights.
     """
 
     def tensor(array):
         array = np.asarray(array)
         if np.issubdtype(array.dtype, np.integer):
             return torch.tensor(array, dtype=torch.int64)
-        return torch.tensor(array, dtype=dtype, requires_grad=True)
+        return torch.tensor(array, dtype=torch.float32, requires_grad=True)
 
     modules = {m: {name: tensor(x) for name, x in p.items()} for m, p in modules.items()}
     named = {(m, name): x for m, p in modules.items() for name, x in p.items()}
@@ -194,12 +189,9 @@ def train(modules, loss_of, batches, lrs, dtype):
     losses = []
     for index, ((tokens, mask), lr) in enumerate(zip(batches, lrs, strict=True)):
         tokens = torch.tensor(np.asarray(tokens), dtype=torch.int64)
-        loss = loss_of(modules, tokens, torch.tensor(np.asarray(mask)).to(dtype), index)
+        loss = loss_of(modules, tokens, torch.tensor(np.asarray(mask)).float(), index)
         optimizer.zero_grad()
         loss.backward()
-        unused = [name for name, x in leaves.items() if x.grad is None]
-        if unused:
-            raise ValueError(f"weights that the loss does not read: {unused}")
         norm = torch.sqrt(sum((x.grad**2).sum() for x in leaves.values()))
         for x in leaves.values():
             x.grad *= torch.clamp(CLIP / norm, max=1.0)
@@ -210,45 +202,24 @@ def train(modules, loss_of, batches, lrs, dtype):
     return losses, {m: {name: numpy(x) for name, x in p.items()} for m, p in modules.items()}
 
 
-def eagle1_losses(
-    directory,
-    head_params,
-    layer_config,
-    batches,
-    *,
-    lrs,
-    noises=None,
-    weight_regression=1.0,
-    weight_cross_entropy=0.1,
-    dtype=torch.float32,
-):
-    """EAGLE-1: regression of the next state and cross-entropy of the two distributions.
-
-    Args:
-      noises: None, or an array [B,R,D] or None a batch, added to the states that the head reads.
-      weight_regression: of smooth L1.
-      weight_cross_entropy: of cross-entropy.
-    """
-    target = Target(directory, dtype)
+def eagle1_losses(directory, head_params, layer_config, batches, *, lrs):
+    """EAGLE-1: regression of the next state and cross-entropy of the two distributions."""
+    target = Target(directory)
 
     def loss_of(modules, tokens, weight, index):
         p, R = modules["head"], tokens.shape[1] - 2
         states, logits = target(tokens)
         f = states[-1]
         f_in, f_next = f[:, :R], f[:, 1 : R + 1]
-        noise = None if noises is None else noises[index]
-        if noise is not None:
-            f_in = f_in + torch.tensor(np.asarray(noise), dtype=dtype)
         x = linear(p, torch.cat([target.embed(tokens[:, 1 : R + 1]), f_in], -1), "fc")
         h, _ = attend(p, x, 0, [], layer_config)
         predicted = mlp(p, x + h, layer_config)
         distance = F.smooth_l1_loss(predicted, f_next, reduction="none").mean(-1)
         entropy = soft_cross_entropy(target.unembed(predicted), logits[:, 1 : R + 1])
         m = weight[:, 2:]
-        regression, cross_entropy = weighted_mean(distance, m), weighted_mean(entropy, m)
-        return weight_regression * regression + weight_cross_entropy * cross_entropy
+        return weighted_mean(distance, m) + 0.1 * weighted_mean(entropy, m)
 
-    losses, modules = train({"head": head_params}, loss_of, batches, lrs, dtype)
+    losses, modules = train({"head": head_params}, loss_of, batches, lrs)
     return losses, modules["head"]
 
 
@@ -266,7 +237,6 @@ def eagle3_losses(
     norm_before_residual=False,
     fc_norm=False,
     norm_before_fc=False,
-    dtype=torch.float32,
 ):
     """EAGLE-3: cross-entropy of two distributions over steps that read the head's states.
 
@@ -282,13 +252,13 @@ def eagle3_losses(
       fc_norm: a norm for each tapped state.
       norm_before_fc: one norm over all tapped states.
     """
-    target = Target(directory, dtype)
+    target = Target(directory)
 
     def loss_of(modules, tokens, weight, index):
         p, R = modules["head"], tokens.shape[1] - 2
         states, logits = target(tokens)
         draft_ids = torch.arange(p["head"].shape[1]) + p.get("d2t", 0)
-        is_in_draft = torch.isin(logits.argmax(-1), draft_ids).to(dtype)
+        is_in_draft = torch.isin(logits.argmax(-1), draft_ids).float()
         state = eagle3_input(p, [states[i] for i in taps], layer_config, fc_norm, norm_before_fc)
         state, seen, total = state[:, :R], [], 0.0
         tokens, weight, logits, is_in_draft = (
@@ -305,20 +275,12 @@ def eagle3_losses(
             state = normed if norm_output else x
         return total
 
-    losses, modules = train({"head": head_params}, loss_of, batches, lrs, dtype)
+    losses, modules = train({"head": head_params}, loss_of, batches, lrs)
     return losses, modules["head"]
 
 
 def mtp_recycled_losses(
-    directory,
-    head_params,
-    layer_config,
-    batches,
-    *,
-    lrs,
-    num_steps=3,
-    beta=0.6,
-    dtype=torch.float32,
+    directory, head_params, layer_config, batches, *, lrs, num_steps=3, beta=0.6
 ):
     """One MTP module that reads its own normalised output: cross-entropy of the true tokens.
 
@@ -326,7 +288,7 @@ def mtp_recycled_losses(
       num_steps: unrolled steps.
       beta: step j weighs beta^j, divided by the sum of these.
     """
-    target = Target(directory, dtype)
+    target = Target(directory)
 
     def loss_of(modules, tokens, weight, index):
         p, R = modules["0"], tokens.shape[1] - 2
@@ -340,18 +302,12 @@ def mtp_recycled_losses(
             total = total + beta**j * weighted_mean(entropy, weight[:, predicted])
         return total / sum(beta**j for j in range(num_steps))
 
-    return train(head_params, loss_of, batches, lrs, dtype)
+    return train(head_params, loss_of, batches, lrs)
 
 
-def mtp_sequential_losses(
-    directory, head_params, layer_config, batches, *, lrs, loss_weight=1.0, dtype=torch.float32
-):
-    """MTP modules that each read the one before: cross-entropy of the true tokens.
-
-    Args:
-      loss_weight: of the mean over modules.
-    """
-    target = Target(directory, dtype)
+def mtp_sequential_losses(directory, head_params, layer_config, batches, *, lrs):
+    """MTP modules that each read the one before: cross-entropy of the true tokens."""
+    target = Target(directory)
 
     def loss_of(modules, tokens, weight, index):
         W, state, total = tokens.shape[1], target(tokens)[0][-1], 0.0
@@ -361,6 +317,6 @@ def mtp_sequential_losses(
             state, _ = mtp_step(p, e, state[:, :R], 0, [], layer_config)
             entropy = hard_cross_entropy(target.unembed(state), tokens[:, m + 1 :])
             total = total + weighted_mean(entropy, weight[:, m + 1 :])
-        return loss_weight / len(modules) * total
+        return total / len(modules)
 
-    return train(head_params, loss_of, batches, lrs, dtype)
+    return train(head_params, loss_of, batches, lrs)

@@ -10,21 +10,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
 import oracles.torch_blocks as oracle  # noqa: E402
-from test_torch_training import save_target  # noqa: E402
-from test_training import RATES, batches, check, ours  # noqa: E402
+from test_training import RATES, batches, check, ours, save_target  # noqa: E402
 
-from spec_jax.config import SamplerConfig  # noqa: E402
-from spec_jax.contracts import Context  # noqa: E402
 from spec_jax.drafters.block.config import (  # noqa: E402
     DFlash2Config,
     DFlashConfig,
     DSparkConfig,
     TreeFlashConfig,
 )
-from spec_jax.drafters.block.model import block_drafter, block_table  # noqa: E402
+from spec_jax.drafters.block.model import block_table  # noqa: E402
 from spec_jax.drafters.block.objective import OBJECTIVES  # noqa: E402
 from spec_jax.loading import load_model  # noqa: E402
-from spec_jax.sampling import make_sampler  # noqa: E402
 from spec_jax.train.anchors import draw_anchors  # noqa: E402
 
 A, SHAPE = 5, dict(block_size=4, taps=(0, 2, 3))
@@ -69,44 +65,6 @@ def head_of(modules):
     layers = {name.split(".")[1]: w for name, w in modules.items() if name.startswith("layers.")}
     step = {"step": modules["step"]} if "step" in modules else {}
     return {**modules["head"], "layers": layers, **step}
-
-
-def test_two_rounds_of_treeflash_draft_what_torch_scores_draft_by_draft(target):
-    """Each draft by the one before it, after a prefill and after a commit."""
-    path, model = target
-    config = TreeFlashConfig.of_target(model.config, **SHAPE, windows=(3, None))
-    theirs, head = oracle.Target(path, torch.float64), drawn(block_table(config))
-    double = functools.partial(jax.tree.map, lambda x: torch.tensor(x, dtype=torch.float64))
-    modules, K = double(modules_of(head)), config.max_draft
-    tokens = batches()[0][0][:1]
-    states = theirs(torch.tensor(tokens))[0]
-    features = torch.cat([states[tap] for tap in config.taps], -1)
-    drafter, params = block_drafter(config, model.model), {"head": head, "target": model.params}
-    ours, text = jnp.asarray(features.detach().numpy(), jnp.float32), jnp.asarray(tokens, jnp.int32)
-    sampler = make_sampler(SamplerConfig(), 1, model.config.vocab_size)
-
-    @jax.jit
-    def propose(state, length):
-        reads = (False, False, True)
-        context = Context(text, length, sampler, jnp.zeros(1, jnp.uint32), *reads)
-        return drafter.propose(params, state, context, K)[0]
-
-    state, n = drafter.init(params, 1, 20), 5
-    state = drafter.prefill(params, state, text[:, :n], jnp.asarray([n]), None, ours[:, :n])
-    for more in (3, 0):
-        found = propose(state, jnp.asarray([n]))
-        row = torch.tensor(tokens[0])
-        x = oracle.block_states(modules, features[0], row, [n], config, theirs.embed)[0, -K:]
-        before = row[n]
-        for k in range(K):
-            base, logits, _ = oracle.scores(modules, x[k], before, config, theirs, "treeflash")
-            np.testing.assert_allclose(found.logits[0, k], logits.detach(), atol=1e-4)
-            assert (logits - base).abs().max() > 0.1  # the step matters
-            before = logits.argmax()
-            assert int(found.tokens[0, k]) == int(before)
-        new = ours[:, n : n + 4]
-        state = drafter.commit(params, state, None, jnp.asarray([more]), new, None)
-        n += more
 
 
 @pytest.mark.parametrize("name", RUNS)

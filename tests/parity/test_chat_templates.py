@@ -1,23 +1,13 @@
 """Chat templates and marks of the assistant's tokens agree with transformers'."""
 
-import datetime
 import json
 
 import pytest
-from support.chat_templates import (
-    GENERATION,
-    REASONING,
-    TEMPLATES,
-    TOOLS,
-    byte_level,
-    metaspace,
-    talk,
-)
+from support.chat_templates import GENERATION, TEMPLATES, TOOLS, byte_level, metaspace, talk
 
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import Conversation
-from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
 
 transformers = pytest.importorskip(
@@ -114,14 +104,6 @@ def test_the_language_of_templates_agrees(tmp_path, source):
         assert found == expected
 
 
-def test_the_time_agrees(tmp_path):
-    ours, theirs = both(byte_level("{{ strftime_now('%d %b %Y') }}"), tmp_path)
-    before = datetime.date.today()
-    found = ChatTemplate.from_tokenizer(ours).render(TALKS["open"])
-    expected = theirs.apply_chat_template(TALKS["open"], tokenize=False)
-    assert found == expected or before != datetime.date.today()
-
-
 # Where several tokens hold the last character of a block, theirs marks the first only, ours all
 # of them; a SentencePiece-like tokenizer has two tokens for a newline behind a special token.
 SHORT_BLOCKS = GENERATION.replace(
@@ -194,19 +176,6 @@ def test_marks_found_by_prompts_agree_with_blocks(tmp_path, template, talk_name)
     assert len(document.ids) - n == (template == "ChatML")  # the separator
 
 
-def test_a_document_a_turn_is_what_generation_would_see(tmp_path):
-    ours, theirs = both(byte_level(REASONING), tmp_path)
-    messages = TALKS["reasoning"]
-    documents = Encoder(ours).conversation(Conversation(messages, None, "here"))
-    assert len(documents) == 2
-    for turn, document in zip((1, 3), documents):
-        prompt = theirs.apply_chat_template(
-            messages[:turn], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        assert document.ids[1 : len(prompt) + 1].tolist() == prompt
-        assert not document.mask[: len(prompt) + 1].any() and document.mask[len(prompt) + 1]
-
-
 STORED = [
     "{{ messages[0].content }}{{ bos_token }}",
     [{"name": "default", "template": "D{{ eos_token }}"}, {"name": "tool_use", "template": TOOLS}],
@@ -243,11 +212,3 @@ def test_stored_templates_are_read_alike(tmp_path, stored):
     file.write_text(json.dumps({**config, "chat_template": "of the config"}))
     (tmp_path / "chat_template.jinja").write_text("of the\r\nfile\n")
     agree()
-
-
-def test_both_refuse_an_empty_conversation(tmp_path):
-    ours, theirs = both(byte_level(GENERATION), tmp_path)
-    with pytest.raises(ConfigError, match="no message"):
-        ChatTemplate.from_tokenizer(ours).render([])
-    with pytest.raises(ValueError, match="empty conversation"):
-        theirs.apply_chat_template([], tokenize=False)

@@ -7,28 +7,78 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiny_models import random_tensor
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
+transformers = pytest.importorskip(
+    "transformers", reason="parity needs transformers (extra 'parity')"
+)
 import oracles.torch_training as oracle  # noqa: E402
-from test_torch_training import OPTIONS, TAPS, B, V, W, drawn, eagle_head, save_target  # noqa: E402
 
-from spec_jax.drafters.eagle.model import EagleConfig  # noqa: E402
+from spec_jax.drafters.eagle.model import EagleConfig, head_table  # noqa: E402
 from spec_jax.drafters.eagle.objective import eagle1_loss, eagle3_loss  # noqa: E402
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table  # noqa: E402
 from spec_jax.drafters.mtp.objective import mtp_loss  # noqa: E402
 from spec_jax.loading import load_model  # noqa: E402
+from spec_jax.models.families import read_config  # noqa: E402
 from spec_jax.train.objective import Batch, target_view  # noqa: E402
 from spec_jax.train.step import TrainState, train_step  # noqa: E402
 
+transformers.utils.logging.disable_progress_bar()
+V, B, W = 23, 2, 11
+TAPS = (0, 2, 3)  # before the first layer, before the final norm, after it
+OPTIONS = {
+    "plain": {},
+    "norms": dict(norm_output=True, norm_before_residual=True, fc_norm=True),
+    "one norm before fc": dict(norm_before_fc=True),
+}
 STEPS = 20
 RATES = [1e-2 * min(1, (i + 1) / 5) for i in range(STEPS)]
+
+
+def save_target(path, **options):
+    """A random target of two layers."""
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        initializer_range=0.3,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0),
+        **options,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    for name, x in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(x, 0.5, 1.5)
+    model.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied"])
 def target(request, tmp_path_factory):
     path = save_target(tmp_path_factory.mktemp("target"), tie_word_embeddings=request.param)
     return path, load_model(path)
+
+
+def drawn(table, seed=0):
+    return {name: random_tensor(name, spec.shape, seed) for name, spec in table.items()}
+
+
+def eagle_head(directory, draft_vocab_size=None, **options):
+    config = EagleConfig.of_target(
+        read_config(directory), draft_vocab_size=draft_vocab_size, **options
+    )
+    head = drawn(head_table(config))
+    if draft_vocab_size is not None:
+        ids = np.sort(np.random.RandomState(3).permutation(V)[:draft_vocab_size])
+        head["d2t"] = ids - np.arange(draft_vocab_size)
+    return head, config.layer
 
 
 def batches():
@@ -105,3 +155,36 @@ def test_mtp_follows_torch(target, protocol):
     follow = {"recycled": oracle.mtp_recycled_losses, "sequential": oracle.mtp_sequential_losses}
     expected = follow[protocol](path, head, config.layer, batches(), lrs=RATES)
     check(ours(model, head, config, objective), expected)
+
+
+def test_reduced_vocabulary_is_a_restriction_of_the_target(target):
+    """The first step's loss, row by row over the full vocabulary, impossible ids left out."""
+    path, draw = target[0], np.random.RandomState(0)
+    mask = draw.random_sample((B, W)) < 0.8
+    tokens = draw.randint(0, V, (B, W))
+    head, layer = eagle_head(path, 8, taps=TAPS)
+    losses, _ = oracle.eagle3_losses(
+        path, head, layer, [(tokens, mask)], lrs=[0.0], taps=TAPS, num_steps=1
+    )
+    ids, p = (
+        [i + d for i, d in enumerate(head["d2t"])],
+        {name: torch.tensor(x) for name, x in head.items()},
+    )
+    theirs = oracle.Target(path)
+    states, logits = theirs(torch.tensor(tokens))
+    joined = torch.cat([states[i] for i in TAPS], -1) @ p["fc"]
+    e = theirs.embed(torch.tensor(tokens))
+    x, _ = oracle.eagle3_step(p, e[:, 1:], joined[:, :-1], 0, [], layer)
+    scores = oracle.rms_norm(x, p["norm"], layer) @ p["head"]
+    total, left_out = 0.0, 0
+    for b in range(B):
+        for t in range(W - 2):
+            target_logits = logits[b, t + 1].detach().numpy().astype(np.float64)
+            if target_logits.argmax() not in ids:
+                left_out += mask[b, t + 2]
+            elif mask[b, t + 2]:
+                q = dict(zip(ids, scores[b, t].log_softmax(-1).tolist()))
+                mass = sum(np.exp(target_logits[i]) for i in ids)
+                total -= sum(np.exp(target_logits[i]) / mass * q[i] for i in ids)
+    assert 0 < left_out < mask[:, 2:].sum()
+    np.testing.assert_allclose(losses, total / mask[:, 2:].sum(), rtol=1e-5)
