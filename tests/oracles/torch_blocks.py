@@ -11,6 +11,8 @@ and D-PACE as in SpecForge.
 
 from __future__ import annotations
 
+import collections
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -118,21 +120,7 @@ def scores(m, x, tokens, config, target, kind):
 
 
 def block_losses(
-    directory,
-    modules,
-    config,
-    batches,
-    *,
-    kind,
-    anchors,
-    lrs,
-    decay=np.exp(-1 / 4),
-    is_dpace=False,
-    text_weight=1.0,
-    target_weight=0.0,
-    base_weight=0.0,
-    l1_weight=0.0,
-    confidence_weight=0.0,
+    directory, modules, config, batches, *, anchors, lrs, decay=np.exp(-1 / 4), is_dpace=False, **of
 ):
     """One step a batch; the losses before each step, and the weights after the last.
 
@@ -141,18 +129,17 @@ def block_losses(
       modules: ``{module: {name: array}}``: "head", "layers.0" and so on, "step".
       config: the head's.
       batches: pairs of tokens i64[B,W] and mask bool[B,W].
-      kind: "dflash", "dflash2", "dspark" or "treeflash".
       anchors: of each batch and each of its windows, a list.
       lrs: a learning rate a batch.
       decay: slot k weighs decay^(k-1).
       is_dpace: slots weigh what D-PACE says instead.
-      text_weight: of the text's token.
-      target_weight: of the cross-entropy of the target's distribution.
-      base_weight: of the same by the base logits.
-      l1_weight: of the L1 distance of the two distributions.
-      confidence_weight: of the confidence.
+      **of: weights, 0 if they are not given: ``text_weight`` (1) of the text's token,
+        ``target_weight`` of the cross-entropy of the target's distribution, ``base_weight`` of the
+        same by the base logits, ``l1_weight`` of the L1 distance of the two distributions,
+        ``confidence_weight`` of the confidence.
     """
-    target, K = Target(directory), config.max_draft
+    target, K, kind = Target(directory), config.max_draft, config.name
+    of = collections.defaultdict(float, {"text_weight": 1.0} | of)
 
     def loss_of(m, tokens, mask, index):
         states, logits = target(tokens)
@@ -170,13 +157,13 @@ def block_losses(
             if kind == "dflash2":
                 h = rms_norm(x, m["head"]["norm"], config.layer)
                 nats = candidate_loss(m, base, h, row[at], label, config)
-            term = text_weight * nats + l1_weight * distance
-            term = term + base_weight * hard_cross_entropy(base, label)
-            term = term - target_weight * (p * q.log_softmax(-1)).sum(-1)
+            term = of["text_weight"] * nats + of["l1_weight"] * distance
+            term = term + of["base_weight"] * hard_cross_entropy(base, label)
+            term = term - of["target_weight"] * (p * q.log_softmax(-1)).sum(-1)
             if c is not None:
                 accepted = (1 - distance / 2).detach()
                 entropy = F.binary_cross_entropy_with_logits(c, accepted, reduction="none")
-                term = term + confidence_weight * entropy
+                term = term + of["confidence_weight"] * entropy
             survives = 0.5 * (-nats.detach()).exp() + 0.5
             for j, a in enumerate(begin):
                 count = 0

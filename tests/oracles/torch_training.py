@@ -123,22 +123,22 @@ def mlp(p, x, config):
     return x + linear(p, F.silu(linear(p, h, "gate")) * linear(p, h, "up"), "down")
 
 
-def eagle3_input(p, states, config, fc_norm, norm_before_fc):
+def eagle3_input(p, states, config, norms):
     """The state [B,W,D] of step 0, of tapped states."""
-    if fc_norm:
+    if norms.get("fc_norm"):
         states = [rms_norm(g, p[f"fc_norm_{i}"], config) for i, g in enumerate(states)]
     joined = torch.cat(states, -1)
-    if norm_before_fc:
+    if norms.get("norm_before_fc"):
         joined = rms_norm(joined, p["input_norm"], config)
     return linear(p, joined, "fc")
 
 
-def eagle3_step(p, e, state, step, seen, config, norm_before_residual=False):
+def eagle3_step(p, e, state, step, seen, config, norms):
     """The residual stream [B,R,D] of one step, and ``seen`` with its keys."""
     normed = rms_norm(state, p["hidden_norm"], config)
     both = torch.cat([rms_norm(e, p["embed_norm"], config), normed], -1)
     h, seen = attend(p, both, step, seen, config)
-    return mlp(p, (normed if norm_before_residual else state) + h, config), seen
+    return mlp(p, (normed if norms.get("norm_before_residual") else state) + h, config), seen
 
 
 def mtp_step(p, e, state, step, seen, config):
@@ -224,19 +224,7 @@ def eagle1_losses(directory, head_params, layer_config, batches, *, lrs):
 
 
 def eagle3_losses(
-    directory,
-    head_params,
-    layer_config,
-    batches,
-    *,
-    lrs,
-    taps,
-    num_steps=7,
-    decay=0.8,
-    norm_output=False,
-    norm_before_residual=False,
-    fc_norm=False,
-    norm_before_fc=False,
+    directory, head_params, layer_config, batches, *, lrs, taps, num_steps, decay=0.8, **norms
 ):
     """EAGLE-3: cross-entropy of two distributions over steps that read the head's states.
 
@@ -247,10 +235,9 @@ def eagle3_losses(
       taps: which states of ``Target`` the head reads.
       num_steps: unrolled steps.
       decay: step j weighs decay^j.
-      norm_output: the next step reads the state under ``norm``.
-      norm_before_residual: the residual stream starts from the normalised state.
-      fc_norm: a norm for each tapped state.
-      norm_before_fc: one norm over all tapped states.
+      **norms: True for ``norm_output``, the next step reads the state under ``norm``;
+        ``norm_before_residual``, the residual stream starts from the normalised state; ``fc_norm``,
+        a norm for each tapped state; ``norm_before_fc``, one norm over all tapped states.
     """
     target = Target(directory)
 
@@ -259,20 +246,20 @@ def eagle3_losses(
         states, logits = target(tokens)
         draft_ids = torch.arange(p["head"].shape[1]) + p.get("d2t", 0)
         is_in_draft = torch.isin(logits.argmax(-1), draft_ids).float()
-        state = eagle3_input(p, [states[i] for i in taps], layer_config, fc_norm, norm_before_fc)
+        state = eagle3_input(p, [states[i] for i in taps], layer_config, norms)
         state, seen, total = state[:, :R], [], 0.0
         tokens, weight, logits, is_in_draft = (
             extend(x, num_steps) for x in (tokens, weight, logits, is_in_draft)
         )
         for j in range(num_steps):
             e = target.embed(tokens[:, 1 + j : 1 + j + R])
-            x, seen = eagle3_step(p, e, state, j, seen, layer_config, norm_before_residual)
+            x, seen = eagle3_step(p, e, state, j, seen, layer_config, norms)
             normed = rms_norm(x, p["norm"], layer_config)
             after = slice(1 + j, 1 + j + R)
             entropy = soft_cross_entropy(normed @ p["head"], logits[:, after][..., draft_ids])
             mask = weight[:, 2 + j : 2 + j + R]
             total = total + decay**j * weighted_mean(entropy * is_in_draft[:, after], mask)
-            state = normed if norm_output else x
+            state = normed if norms.get("norm_output") else x
         return total
 
     losses, modules = train({"head": head_params}, loss_of, batches, lrs)

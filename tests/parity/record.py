@@ -114,13 +114,9 @@ def record_greedy(directory):
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    tokens = model.generate(
-        **{n: prompt[n] for n in ("input_ids", "attention_mask")},
-        max_new_tokens=NUM_NEW,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )[0].tolist()
+    options = dict(max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options |= {name: prompt[name] for name in ("input_ids", "attention_mask")}
+    tokens = model.generate(**options)[0].tolist()
     n = prompt["input_ids"].shape[1]
     return {"prompt": PROMPT, "prompt_ids": tokens[:n], "new_ids": tokens[n:]}
 

@@ -12,12 +12,7 @@ pytest.importorskip("transformers", reason="parity needs transformers (extra 'pa
 import oracles.torch_blocks as oracle  # noqa: E402
 from test_training import RATES, batches, check, ours, save_target  # noqa: E402
 
-from spec_jax.drafters.block.config import (  # noqa: E402
-    DFlash2Config,
-    DFlashConfig,
-    DSparkConfig,
-    TreeFlashConfig,
-)
+from spec_jax.drafters.block import config as block  # noqa: E402
 from spec_jax.drafters.block.model import block_table  # noqa: E402
 from spec_jax.drafters.block.objective import OBJECTIVES  # noqa: E402
 from spec_jax.loading import load_model  # noqa: E402
@@ -26,17 +21,13 @@ from spec_jax.train.anchors import draw_anchors  # noqa: E402
 A, SHAPE = 5, dict(block_size=4, taps=(0, 2, 3))
 SLIDING = dict(windows=(None, 3), is_causal=(False, True))
 PAIRS = dict(conv_kernel_size=3, conv_group_size=4, selector_rank=5, selector_top_k=6)
+DSPARK = dict(text_weight=0.1, l1_weight=0.9, confidence_weight=1.0)
 RUNS = {
-    "dflash": (DFlashConfig, {}, {}, {}),
-    "dflash, sliding": (DFlashConfig, SLIDING, {"slot_weights": "dpace"}, {"is_dpace": True}),
-    "dspark": (
-        DSparkConfig,
-        {"markov_rank": 6, "windows": (3, None)},
-        {},
-        {"text_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0},
-    ),
-    "treeflash": (TreeFlashConfig, {}, *[{"base_weight": 0.5, "target_weight": 0.3}] * 2),
-    "dflash2": (DFlash2Config, {**PAIRS, "windows": (3, None)}, {}, {"base_weight": 1.0}),
+    "dflash": (block.DFlashConfig, {}, {}, {}),
+    "dflash, sliding": (block.DFlashConfig, SLIDING, {"slot_weights": "dpace"}, {"is_dpace": True}),
+    "dspark": (block.DSparkConfig, {"markov_rank": 6, "windows": (3, None)}, {}, DSPARK),
+    "treeflash": (block.TreeFlashConfig, {}, *[{"base_weight": 0.5, "target_weight": 0.3}] * 2),
+    "dflash2": (block.DFlash2Config, {**PAIRS, "windows": (3, None)}, {}, {"base_weight": 1.0}),
 }
 
 
@@ -82,14 +73,6 @@ def test_training_follows_torch(target, name):
     loss = functools.partial(
         OBJECTIVES[config.name].loss, config=config, model=model.model, num_anchors=A, **options
     )
-    losses, modules = oracle.block_losses(
-        path,
-        modules_of(head),
-        config,
-        batches(),
-        kind=config.name,
-        anchors=places,
-        lrs=RATES,
-        **theirs,
-    )
+    options = dict(anchors=places, lrs=RATES, **theirs)
+    losses, modules = oracle.block_losses(path, modules_of(head), config, batches(), **options)
     check(ours(model, head, config, loss), (losses, head_of(modules)))

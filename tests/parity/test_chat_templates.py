@@ -129,53 +129,6 @@ def test_marks_of_generation_blocks_agree(tmp_path, make, template, talk_name):
     assert 0 < document.mask.sum() < len(document.mask) and not document.mask[0]
 
 
-# Each family's template with blocks around what our marks should be without any.
-ANSWERED = {
-    "ChatML": [
-        (
-            "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}",
-            "{{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
-            "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-            "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}",
-        )
-    ],
-    "Llama 3": [
-        (
-            "{{- head + message['content'] | trim + '<|eot_id|>' }}",
-            "{{- head }}{% if message.role == 'assistant' %}"
-            "{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
-            "{% else %}{{- message['content'] | trim + '<|eot_id|>' }}{% endif %}",
-        )
-    ],
-    "Mistral": [
-        (
-            "{{- ' ' + turn.content + eos_token }}",
-            "{% generation %}{{- ' ' + turn.content + eos_token }}{% endgeneration %}",
-        )
-    ],
-}
-
-
-@pytest.mark.parametrize("template", ANSWERED)
-@pytest.mark.parametrize("talk_name", ["one turn", "turns", "system"])
-def test_marks_found_by_prompts_agree_with_blocks(tmp_path, template, talk_name):
-    source = TEMPLATES[template]
-    ours, _ = both(byte_level(source), tmp_path / "plain")
-    for old, new in ANSWERED[template]:
-        assert old in source
-        source = source.replace(old, new)
-    _, theirs = both(byte_level(source), tmp_path / "blocks")
-    messages = TALKS[talk_name]
-    expected = theirs.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
-    )
-    (document,) = Encoder(ours).conversation(Conversation(messages, None, "here"))
-    n = len(expected["input_ids"])
-    assert document.ids[-n:].tolist() == expected["input_ids"]
-    assert document.mask[-n:].tolist() == [bool(x) for x in expected["assistant_masks"]]
-    assert len(document.ids) - n == (template == "ChatML")  # the separator
-
-
 STORED = [
     "{{ messages[0].content }}{{ bos_token }}",
     [{"name": "default", "template": "D{{ eos_token }}"}, {"name": "tool_use", "template": TOOLS}],

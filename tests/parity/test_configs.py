@@ -121,29 +121,26 @@ SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
 LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=2.0, low_freq_factor=1.0)
 LLAMA_3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64)
-ROPES = {
-    "no base": dict(rope_theta=None),
-    "no base, nor parameters": dict(rope_theta=None, rope_parameters=None),
-    "no base, older spelling": dict(
-        rope_theta=None, rope_scaling=dict(rope_type="linear", factor=2.0)
-    ),
-    "no base among the parameters": dict(
-        rope_theta=5e5, rope_parameters=dict(rope_type="default", rope_theta=None)
-    ),
-    "a base among the parameters alone": dict(
-        rope_theta=None, rope_parameters=dict(rope_type="default", rope_theta=7.0)
-    ),
-    "no type": dict(rope_parameters=dict(rope_type=None, rope_theta=1e4)),
-    "no factor": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=None)),
-    "no factor, none needed": dict(
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, factor=None)
-    ),
-    **{f"llama3, no {n}": dict(rope_parameters=LLAMA_3 | {n: None}) for n in [*LLAMA_3][2:]},
-    **{
-        f"yarn, no {name}": dict(rope_parameters=YARN | {name: None})
-        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-    },
+DEFAULT = dict(rope_type="default", rope_theta=1e4)
+BASES = {  # what config.json says of the base, and in its parameters
+    "no base": {},
+    "no base, nor parameters": dict(rope_parameters=None),
+    "no base, older spelling": dict(rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "a base among the parameters alone": dict(rope_parameters=DEFAULT | dict(rope_theta=7.0)),
 }
+PARAMETERS = {
+    "no type": dict(rope_type=None, rope_theta=1e4),
+    "no factor": dict(rope_type="linear", rope_theta=1e4, factor=None),
+    "no factor, none needed": DEFAULT | dict(factor=None),
+    **{f"llama3, no {name}": LLAMA_3 | {name: None} for name in [*LLAMA_3][2:]},
+}
+for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+    PARAMETERS[f"yarn, no {name}"] = YARN | {name: None}
+ROPES = {name: dict(rope_theta=None) | stated for name, stated in BASES.items()}
+ROPES |= {name: dict(rope_parameters=stated) for name, stated in PARAMETERS.items()}
+ROPES["no base among the parameters"] = dict(
+    rope_theta=5e5, rope_parameters=DEFAULT | dict(rope_theta=None)
+)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])

@@ -21,10 +21,9 @@ from spec_jax.models.families.qwen3_next import Qwen3NextConfig
 from spec_jax.sampling import make_sampler
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
-from transformers import DeepseekV3Config, Qwen3_5TextConfig  # noqa: E402
-from transformers import Glm4MoeConfig as TheirGlmConfig  # noqa: E402
-from transformers import Qwen3NextConfig as TheirQwenConfig  # noqa: E402
+transformers = pytest.importorskip(
+    "transformers", reason="parity needs transformers (extra 'parity')"
+)
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3  # noqa: E402
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5  # noqa: E402
@@ -77,34 +76,33 @@ def fused(tensors):
     return own
 
 
+KINDS = {  # the module of their layers, and how these are called
+    "deepseek_v3": (deepseek_v3, "DeepseekV3"),
+    "glm4_moe": (glm4_moe, "Glm4Moe"),
+    "qwen3_next": (qwen3_next, "Qwen3Next"),
+    "qwen3_5_text": (qwen3_5, "Qwen3_5"),
+}
+
+
 class TorchModule:
     """A module over whole sequences: their layer, rotary embedding and norms."""
 
     def __init__(self, values, tensors):
         self.tensors = {k: torch.from_numpy(v) for k, v in tensors.items()}
         is_sparse = "model.layers.0.mlp.gate.weight" in tensors
-        if values.get("model_type") == "glm4_moe":
-            values = {name: value for name, value in values.items() if name != "model_type"}
-            config = TheirGlmConfig(**values, attn_implementation="eager")
-            layer, rotary = glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeRotaryEmbedding
-            make_norm = glm4_moe.Glm4MoeRMSNorm
-        elif "model_type" in values:
-            config = (TheirQwenConfig if is_sparse else Qwen3_5TextConfig)(
-                **values, layer_types=["full_attention"], attn_implementation="eager"
-            )
-            room, name = (qwen3_next, "Qwen3Next") if is_sparse else (qwen3_5, "Qwen3_5")
-            rotary = "RotaryEmbedding" if is_sparse else "TextRotaryEmbedding"
-            layer, rotary = (getattr(room, f"{name}{x}") for x in ("DecoderLayer", rotary))
-            make_norm = getattr(room, f"{name}RMSNorm")
-        else:
-            config = DeepseekV3Config(
-                **values, first_k_dense_replace=0 if is_sparse else 1, attn_implementation="eager"
-            )
-            layer = deepseek_v3.DeepseekV3DecoderLayer
-            rotary, make_norm = (
-                deepseek_v3.DeepseekV3RotaryEmbedding,
-                deepseek_v3.DeepseekV3RMSNorm,
-            )
+        options = {name: value for name, value in values.items() if name != "model_type"}
+        kind = values.get("model_type", "deepseek_v3")
+        room, name = KINDS[kind]
+        text = "Text" if room is qwen3_5 else ""
+        if kind == "deepseek_v3":
+            options |= dict(first_k_dense_replace=0 if is_sparse else 1)
+        elif kind != "glm4_moe":
+            options |= dict(layer_types=["full_attention"])
+        options |= dict(attn_implementation="eager")
+        config = getattr(transformers, f"{name}{text}Config")(**options)
+        layer = getattr(room, f"{name}DecoderLayer")
+        rotary = getattr(room, f"{name}{text}RotaryEmbedding")
+        make_norm = getattr(room, f"{name}RMSNorm")
         self.layer, self.rotary = layer(config, 0).eval(), rotary(config)
         own = {
             k.removeprefix("model.layers.0."): v

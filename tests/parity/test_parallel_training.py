@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from speculators_models import load_theirs
 from support.parallel_heads import TARGET, head_of, new
 from support.tiny_models import LLAMA
 
@@ -33,12 +34,6 @@ CASES = {
 TEXT = np.random.default_rng(5).integers(0, 31, (STEPS, 2, W))
 MASK = np.random.default_rng(6).random((2, W)) < 0.9
 SHARES = np.maximum(0.7 ** np.arange(K), 0.4)
-
-
-def batch_of(config, step):
-    tokens = jnp.asarray(TEXT[step], jnp.int32)
-    view = target_view(TARGET.params, tokens, config=LLAMA, taps=config.taps)
-    return Batch(tokens, jnp.asarray(MASK), jax.random.key(step), view)
 
 
 def rows_of(anchors, is_kept, mask):
@@ -71,14 +66,10 @@ def their_loss(monkeypatch, model, batch):
 
         tensor = lambda x: torch.tensor(np.asarray(x))[None]
         T, view = W - 2, batch.view
-        model(
-            tensor(view.features[b, :T]),
-            tensor(batch.tokens[b, 1 : 1 + T]).long(),
-            torch.zeros(1, T, dtype=torch.long),
-            verifier_last_hidden_states=tensor(view.hidden[b, 1 : 1 + T]),
-            loss_config={"kl": (losses, 1.0)},
-            num_depths=K,
-        )
+        ids, hidden = tensor(batch.tokens[b, 1 : 1 + T]).long(), tensor(view.hidden[b, 1 : 1 + T])
+        options = dict(loss_config={"kl": (losses, 1.0)}, num_depths=K)
+        options |= dict(verifier_last_hidden_states=hidden)
+        model(tensor(view.features[b, :T]), ids, torch.zeros_like(ids), **options)
         for d in range(K):
             chosen = is_counted & (depth == d)
             counts[d] += chosen.sum()
@@ -91,15 +82,11 @@ def their_loss(monkeypatch, model, batch):
 def test_losses_and_weights_over_steps_are_those_of_their_training(tmp_path, name, monkeypatch):
     """Embedding, masked state and output head are trained too; the result is read from their
     file."""
-    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
-
     config, head = CASES[name], head_of(CASES[name])
     save_pretrained(tmp_path / "target", TARGET.params, LLAMA)
     target = load_model(tmp_path / "target")
     head.save(tmp_path / "ours", target, format="speculators")
-    theirs = PEagleSpeculatorConfig.from_pretrained(tmp_path / "ours")
-    theirs.transformer_layer_config._attn_implementation = "eager"
-    model = PEagleDraftModel.from_pretrained(tmp_path / "ours", config=theirs).train()
+    model = load_theirs(tmp_path / "ours", "peagle").train()
     model.load_verifier_weights()
     model.verifier_norm = torch.nn.Identity()  # the states that it is given are normalised
     weights = [w.requires_grad_() for n, w in model.named_parameters() if "verifier" not in n]
@@ -111,7 +98,9 @@ def test_losses_and_weights_over_steps_are_those_of_their_training(tmp_path, nam
     step = jax.jit(functools.partial(train_step, objective=loss, optimizer=optimizer))
     state, ours, expected = TrainState.create(params, optimizer), [], []
     for i in range(STEPS):
-        batch = batch_of(config, i)
+        tokens = jnp.asarray(TEXT[i], jnp.int32)
+        view = target_view(TARGET.params, tokens, config=LLAMA, taps=config.taps)
+        batch = Batch(tokens, jnp.asarray(MASK), jax.random.key(i), view)
         state, metrics = step(state, batch, target.params)
         ours.append(float(metrics["loss"]))
         descent.zero_grad()

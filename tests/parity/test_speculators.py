@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from speculators_models import load_theirs
 from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
 
 from spec_jax import load_head, load_model
@@ -75,17 +76,6 @@ def export(head, directory, target_path):
     write_head(directory, head.config, head.params, format="speculators", **options)
 
 
-def load_theirs(directory):
-    """By the package's own loader; only its attention, made for a GPU, is chosen."""
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-
-    config = Eagle3SpeculatorConfig.from_pretrained(directory)
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = Eagle3DraftModel.from_pretrained(directory, config=config)
-    assert model.dtype == torch.float32
-    return model.eval()
-
-
 def their_logits(model, features, tokens):
     """Logits f32[STEPS,T,U] of every row and step, the tokens of later steps given."""
     found = []
@@ -122,7 +112,7 @@ def our_logits(head, row, features, tokens):
 def test_an_exported_head_has_the_same_logits_there(tmp_path, target_path, name):
     head = make_head(name)
     export(head, tmp_path, target_path)
-    model = load_theirs(tmp_path)
+    model = load_theirs(tmp_path, "eagle3")
     tokens = np.array(random_tokens(T), np.int64)
     target = transformer.model(TARGET, head.config.taps)
     output = target.forward(random_weights(TARGET), jnp.asarray(tokens[None]))
@@ -143,7 +133,7 @@ def test_an_exported_head_has_the_same_logits_there(tmp_path, target_path, name)
 def test_what_they_save_again_is_the_same_head_here(tmp_path, target_path, name):
     head, target = make_head(name), load_model(target_path)
     export(head, tmp_path / "ours", target_path)
-    load_theirs(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    load_theirs(tmp_path / "ours", "eagle3").save_pretrained(tmp_path / "theirs")
     for path in (tmp_path / "ours", tmp_path / "theirs"):
         imported = load_head(path, target)
         assert imported.config == head.config

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from speculators_models import load_theirs
 from support.block_drafts import HEADS, TARGET, features_of, head_of
 from support.tiny_models import LLAMA
 
@@ -40,26 +41,6 @@ def target(tmp_path_factory):
     return load_model(path)
 
 
-def load_theirs(directory, config):
-    """By the package's own loader; only its attention, made for a GPU, is chosen."""
-    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
-    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
-    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
-
-    models = {
-        "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
-        "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
-        "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
-    }
-    model_class, config_class = models[config.name]
-    theirs = config_class.from_pretrained(directory)
-    theirs.transformer_layer_config._attn_implementation = "eager"
-    model = model_class.from_pretrained(directory, config=theirs)
-    model.load_verifier_weights()
-    assert model.dtype == torch.float32
-    return model.eval()
-
-
 @torch.no_grad()
 def their_block(model, features, ids):
     """States under the final norm f32[S,D] and base logits f32[S,V], by the package's layers."""
@@ -67,15 +48,9 @@ def their_block(model, features, ids):
     context = model.hidden_norm(model.fc(torch.tensor(features)[None]))
     x, at = model.embed_tokens(torch.tensor(ids)[None]), torch.arange(n + S)[None]
     turns = model.rotary_emb(x, at)
+    options = dict(attention_mask=None, position_ids=at, use_cache=False, position_embeddings=turns)
     for layer in model.layers:
-        x = layer(
-            hidden_states=x,
-            target_hidden=context,
-            attention_mask=None,
-            position_ids=at,
-            use_cache=False,
-            position_embeddings=turns,
-        )
+        x = layer(hidden_states=x, target_hidden=context, **options)
     h = model.norm(x)
     return h, model.lm_head(h)
 
@@ -102,7 +77,8 @@ def test_an_exported_block_drafter_has_the_same_logits_there(tmp_path, target, n
     config = CASES[name]
     head = head_of(config)
     head.save(tmp_path, target, format="speculators")
-    theirs = load_theirs(tmp_path, config)
+    theirs = load_theirs(tmp_path, config.name)
+    theirs.load_verifier_weights()
     model = transformer.model(LLAMA, config.taps)
     drafter = block_drafter(config, model)
     params = {"head": head.params, "target": target.params}
@@ -147,7 +123,7 @@ def test_what_they_save_again_is_the_same_block_drafter_here(tmp_path, target, n
     config = CASES[name]
     head = head_of(config)
     head.save(tmp_path / "ours", target, format="speculators")
-    load_theirs(tmp_path / "ours", config).save_pretrained(tmp_path / "theirs")
+    load_theirs(tmp_path / "ours", config.name).save_pretrained(tmp_path / "theirs")
     again = load_draft(tmp_path / "theirs", target)
     assert again.config == config
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
@@ -161,7 +137,8 @@ def test_labels_among_candidates_cost_the_same_there(tmp_path, target):
     config = CASES["dflash2"]
     head = head_of(config)
     head.save(tmp_path, target, format="speculators")
-    theirs = load_theirs(tmp_path, config)
+    theirs = load_theirs(tmp_path, config.name)
+    theirs.load_verifier_weights()
     rng = np.random.default_rng(3)
     base = rng.normal(size=(1, 24, LLAMA.vocab_size)).astype(np.float32)
     x = rng.normal(size=(1, 24, LLAMA.hidden_size)).astype(np.float32)

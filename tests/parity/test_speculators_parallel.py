@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from speculators_models import load_theirs
 from support.parallel_heads import HEADS, IDS, TARGET, V, head_of
 from support.tiny_models import LLAMA
 
@@ -36,17 +37,6 @@ def target(tmp_path_factory):
     return load_model(path)
 
 
-def load_theirs(directory):
-    """By the package's own loader; only its attention, made for a GPU, is chosen."""
-    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
-
-    config = PEagleSpeculatorConfig.from_pretrained(directory)
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = PEagleDraftModel.from_pretrained(directory, config=config)
-    assert model.dtype == torch.float32
-    return model.eval()
-
-
 def their_logits(monkeypatch, model, features, hidden, pairs):
     """Logits f32[len(pairs),K,U] of the drafts behind some pairs, by the package's own training.
 
@@ -63,15 +53,11 @@ def their_logits(monkeypatch, model, features, hidden, pairs):
     found = []
     handle = model.lm_head.register_forward_hook(lambda m, x, y: found.append(y[0]))
     tensor = lambda x: torch.tensor(np.asarray(x))[None]
+    options = dict(verifier_last_hidden_states=tensor(hidden[1:]), num_depths=K)
+    options |= dict(loss_config=resolve_loss_config("kl_div", "eager"))  # the other is for a GPU
     with torch.no_grad():
-        model(
-            tensor(features[:T]),
-            tensor(TEXT[1:]),
-            torch.zeros(1, T, dtype=torch.long),
-            verifier_last_hidden_states=tensor(hidden[1:]),
-            loss_config=resolve_loss_config("kl_div", "eager"),  # the other is made for a GPU
-            num_depths=K,
-        )
+        ids = tensor(TEXT[1:])
+        model(tensor(features[:T]), ids, torch.zeros_like(ids), **options)
     handle.remove()
     logits = found[0].numpy()
     masked = logits[T:].reshape(len(pairs), K - 1, -1)
@@ -84,7 +70,7 @@ def test_an_exported_parallel_head_has_the_same_logits_there(tmp_path, target, n
     config, n = HEADS[name], 3
     head = head_of(config)
     head.save(tmp_path, target, format="speculators")
-    theirs = load_theirs(tmp_path)
+    theirs = load_theirs(tmp_path, "peagle")
     theirs.load_verifier_weights()
     out = transformer.forward(TARGET.params, TEXT[None], config=LLAMA, taps=config.taps)
     lengths = (n, n + 3, n + 4)
@@ -136,7 +122,7 @@ def test_what_they_save_again_is_the_same_parallel_head_here(tmp_path, target, n
     again = tmp_path / "ours"
     if format == "speculators":
         again = tmp_path / "theirs"
-        load_theirs(tmp_path / "ours").save_pretrained(again)
+        load_theirs(tmp_path / "ours", "peagle").save_pretrained(again)
     read = load_draft(again, target)
     assert read.config == config and read.format == format
     jax.tree.map(np.testing.assert_array_equal, read.params, head.params)

@@ -38,19 +38,10 @@ RATES = [1e-2 * min(1, (i + 1) / 5) for i in range(STEPS)]
 
 def save_target(path, **options):
     """A random target of two layers."""
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        rms_norm_eps=1e-5,
-        initializer_range=0.3,
-        rope_parameters=dict(rope_type="default", rope_theta=100.0),
-        **options,
-    )
+    sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5)
+    sizes |= dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))
+    config = transformers.LlamaConfig(**sizes, initializer_range=0.3, **options)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     for name, x in model.named_parameters():
@@ -166,15 +157,13 @@ def test_reduced_vocabulary_is_a_restriction_of_the_target(target):
     losses, _ = oracle.eagle3_losses(
         path, head, layer, [(tokens, mask)], lrs=[0.0], taps=TAPS, num_steps=1
     )
-    ids, p = (
-        [i + d for i, d in enumerate(head["d2t"])],
-        {name: torch.tensor(x) for name, x in head.items()},
-    )
+    ids = [i + d for i, d in enumerate(head["d2t"])]
+    p = {name: torch.tensor(x) for name, x in head.items()}
     theirs = oracle.Target(path)
     states, logits = theirs(torch.tensor(tokens))
     joined = torch.cat([states[i] for i in TAPS], -1) @ p["fc"]
     e = theirs.embed(torch.tensor(tokens))
-    x, _ = oracle.eagle3_step(p, e[:, 1:], joined[:, :-1], 0, [], layer)
+    x, _ = oracle.eagle3_step(p, e[:, 1:], joined[:, :-1], 0, [], layer, {})
     scores = oracle.rms_norm(x, p["norm"], layer) @ p["head"]
     total, left_out = 0.0, 0
     for b in range(B):
