@@ -30,22 +30,15 @@ MODEL = ModelConfig(**_MODEL)
 _DRAFT = dict(vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
 _DRAFT |= dict(num_attention_heads=8, num_key_value_heads=8, head_dim=2)
 DRAFT = ModelConfig(**_DRAFT)
+FEW = {"num_anchors": 4}
 HEADS = {
     "eagle1": (EAGLE1, EagleConfig.of_target(MODEL, 1), {}),
     "eagle3": (EAGLE3, EagleConfig.of_target(MODEL, 3, 64), {"num_steps": 3}),
-    "peagle": (
-        PEAGLE,
-        PEagleConfig.of_target(MODEL, num_layers=2, max_draft=4),
-        {"num_anchors": 4},
-    ),
+    "peagle": (PEAGLE, PEagleConfig.of_target(MODEL, num_layers=2, max_draft=4), FEW),
     "mtp": (MTP, MtpConfig.of_target(MODEL), {"num_steps": 3, "labels": "target"}),
-    "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), {"num_anchors": 4}),
-    "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), {"num_anchors": 4}),
-    "dflash2": (
-        BLOCKS["dflash2"],
-        DFlash2Config.of_target(MODEL, selector_rank=8),
-        {"num_anchors": 4},
-    ),
+    "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), FEW),
+    "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), FEW),
+    "dflash2": (BLOCKS["dflash2"], DFlash2Config.of_target(MODEL, selector_rank=8), FEW),
     "sequential": (MTP, MtpConfig.of_target(MODEL, num_modules=2, protocol="sequential"), {}),
 }
 OBJECTIVES = ("lm", "scanned", "distill", *HEADS)

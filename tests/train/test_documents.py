@@ -1,16 +1,15 @@
 """Windows of several documents: each is trained on as if it had a window of its own."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA, MAMBA2, large_weights, random_tensor
+from support.tiny_heads import BLOCKS, CONFIG, TARGET, UNROLLED, random_params
+from support.tiny_models import MAMBA2
 
 from spec_jax.drafters import registry
-from spec_jax.drafters.block.config import DSparkConfig, TreeFlashConfig
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
@@ -21,34 +20,18 @@ from spec_jax.train.objective import Batch, target_view, with_view
 from spec_jax.train.placement import Placement
 from spec_jax.train.unroll import UnrolledCache
 
-CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=128)
-TARGET = large_weights("tiny", CONFIG, 2)
 HEADS = {
-    "eagle1": (EagleConfig.of_target(CONFIG, 1), {}),
+    "eagle1": (UNROLLED["eagle-1"], {}),
     "eagle3": (EagleConfig.of_target(CONFIG, 3, 20), {"num_steps": 4}),
-    "mtp": (MtpConfig.of_target(CONFIG), {"num_steps": 3, "labels": "target"}),
+    "mtp": (UNROLLED["mtp"], {"num_steps": 3, "labels": "target"}),
     "sequential": (MtpConfig.of_target(CONFIG, num_modules=2, protocol="sequential"), {}),
     "peagle": (PEagleConfig.of_target(CONFIG, max_draft=4), {"num_anchors": 90}),
-    "dspark": (DSparkConfig.of_target(CONFIG, block_size=4, markov_rank=6), {"num_anchors": 90}),
-    "treeflash": (
-        TreeFlashConfig.of_target(CONFIG, block_size=4, windows=(3, None)),
-        {"num_anchors": 90},
-    ),
+    "dspark": (BLOCKS["dspark"], {"num_anchors": 90}),
+    "treeflash": (BLOCKS["treeflash"], {"num_anchors": 90}),
 }
 LENGTHS = [[5, 41, 1, 33, 10], [64, 2, 20, 4]]  # of the documents of each window
 W = sum(LENGTHS[0])
 MESH = "data:2,tensor:2"
-
-
-def head_of(config):
-    def draw(table, prefix):
-        if isinstance(table, dict):
-            return {key: draw(spec, f"{prefix}.{key}") for key, spec in table.items()}
-        return jnp.asarray(random_tensor(prefix, table.shape, 0))
-
-    params = draw(registry.kind_of(config).head.table(config), "head")
-    is_reduced = registry.kind_of(config).name == "eagle" and config.version == 3
-    return params | ({"d2t": jnp.arange(20, dtype=jnp.int32) // 2} if is_reduced else {})
 
 
 @functools.cache
@@ -77,7 +60,10 @@ def run(name, batch, mesh=None):
     objective, placement = registry.objective_of(config, None), Placement.of(mesh)
     if name in ("dspark", "treeflash"):
         objective = registry.objective_of(config, name)
-    trained, constants = objective.split(head_of(config))
+    params = random_params(config)
+    if name == "eagle3":
+        params["d2t"] = jnp.arange(20, dtype=jnp.int32) // 2
+    trained, constants = objective.split(params)
     loss = objective.bind(config, transformer.model(CONFIG, config.taps), options, constants)
     loss = with_view(loss, CONFIG, config.taps)
     graded = placement.jit(jax.value_and_grad(loss, has_aux=True))

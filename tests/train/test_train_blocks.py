@@ -1,49 +1,27 @@
 """Objectives of block drafters: they score what is drafted, from the tokens before it alone."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from support.tiny_models import LLAMA, large_weights, random_tensor
+from support.tiny_heads import BLOCKS, CONFIG, SIZE, TARGET, random_params
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
-from spec_jax.drafters import registry
+from spec_jax.drafters.block import config as block
 from spec_jax.drafters.block import objective
-from spec_jax.drafters.block.config import (
-    DFlash2Config,
-    DFlashConfig,
-    DSparkConfig,
-    TreeFlashConfig,
-)
 from spec_jax.drafters.block.model import block_drafter
 from spec_jax.drafters.block.objective import block_loss
 from spec_jax.drafters.block.steps import confidence_logits, pair_scores
-from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation import teacher_forced
-from spec_jax.loading import LoadedHead
 from spec_jax.sampling import make_sampler
 from spec_jax.train import blocks
 from spec_jax.train.blocks import Blocks
 from spec_jax.train.objective import Batch, View, target_view
-from spec_jax.train.step import TrainState, train_step
 
-CONFIG = dataclasses.replace(LLAMA, max_position_embeddings=128)
-TARGET = large_weights("tiny", CONFIG, 2)
-W, SHAPE = 20, dict(block_size=4, taps=(1, 3))
-HEADS = {
-    "dflash": DFlashConfig.of_target(CONFIG, windows=(None, 3), is_causal=(False, True), **SHAPE),
-    "dspark": DSparkConfig.of_target(CONFIG, markov_rank=6, **SHAPE),
-    "treeflash": TreeFlashConfig.of_target(CONFIG, windows=(3, None), **SHAPE),
-    "dflash2": DFlash2Config.of_target(
-        CONFIG, conv_group_size=4, selector_rank=6, selector_top_k=8, **SHAPE
-    ),
-}
+W = 20
 LOSS = {
     "dspark": dict(text_weight=0.1, l1_weight=0.9, confidence_weight=1.0),
     "dflash2": dict(base_weight=1.0),
@@ -51,20 +29,13 @@ LOSS = {
 TEXT = jnp.asarray(np.random.default_rng(5).integers(0, 31, (2, W)), jnp.int32)
 
 
-def head_of(name, seed=0):
-    """Random weights, of norms too."""
-
-    def draw(table, prefix):
-        if isinstance(table, dict):
-            return {key: draw(spec, f"{prefix}.{key}") for key, spec in table.items()}
-        return jnp.asarray(random_tensor(prefix, table.shape, seed))
-
-    return draw(registry.kind_of(HEADS[name]).head.table(HEADS[name]), name)
+def head_of(name):
+    return random_params(BLOCKS[name], name)
 
 
 @functools.cache
 def view(name):
-    return target_view(TARGET.params, TEXT, config=CONFIG, taps=HEADS[name].taps)
+    return target_view(TARGET.params, TEXT, config=CONFIG, taps=BLOCKS[name].taps)
 
 
 def batch_of(name, mask=None, key=0):
@@ -73,18 +44,18 @@ def batch_of(name, mask=None, key=0):
 
 
 def loss_of(name, **options):
-    config = HEADS[name]
+    config = BLOCKS[name]
     return functools.partial(
         block_loss, config=config, model=TARGET.model, **{**LOSS.get(name, {}), **options}
     )
 
 
 @pytest.mark.representatives("dspark")
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_scored_as_it_is_drafted(name):
     """Logits at an anchor, teacher-forced, against ``propose`` after a prefill of the tokens before
     it, whose drafts are forced to be the text's."""
-    config, head = HEADS[name], head_of(name)
+    config, head = BLOCKS[name], head_of(name)
     K, params = config.max_draft, {"head": head, "target": TARGET.params}
     features, anchors = view(name).features[:1], np.asarray([1, 2, 5, 6, 11, W - 1 - K])
     B, tokens = len(anchors), jnp.tile(TEXT[:1], (len(anchors), 1))
@@ -128,7 +99,9 @@ def test_attention_is_that_of_one_explicit_mask(size, is_causal):
     """Values and gradients, of blocks that overlap, over the keys of the window and all blocks."""
     S, anchors = 4, np.asarray([[1, 3, 4, 9], [0, 2, 8, 9]])
     (B, A), G, H, T = anchors.shape, 2, 4, 10
-    config = DFlashConfig.of_target(CONFIG, 1, windows=(size,), is_causal=(is_causal,), **SHAPE)
+    config = block.DFlashConfig.of_target(
+        CONFIG, 1, windows=(size,), is_causal=(is_causal,), **SIZE
+    )
     arrays = jax.random.normal(jax.random.key(0), (6, B, 2 * G, A * S + T, H))
     q, by_out = arrays[0][:, :, : A * S].transpose(0, 2, 1, 3), arrays[1][:, :, : A * S]
     k, v = (x[:, :G, : A * S] for x in arrays[2:4])
@@ -161,23 +134,6 @@ def test_attention_is_that_of_one_explicit_mask(size, is_causal):
     jax.tree.map(close, both(ours), both(defined))
 
 
-def test_a_block_depends_on_no_state_from_its_anchor_on_and_on_no_other_block():
-    """By gradients of each block, and by blocks that overlap against each of them alone."""
-    config, head, anchors = HEADS["dflash"], head_of("dflash"), jnp.asarray([[2, 4, 5, 12]])
-    params, features = {"head": head, "target": TARGET.params}, view("dflash").features[:1]
-
-    @jax.jit
-    def outputs(features, anchors):
-        context = objective.context_keys(head, features, config)
-        return objective.states_at(params, TEXT[:1], anchors, context, config)[0]
-
-    total = lambda features: outputs(features, anchors).sum(axis=(1, 2))
-    touched = np.abs(jax.jit(jax.jacobian(total))(features)).sum(axis=(1, 3)) > 0
-    np.testing.assert_array_equal(touched, np.arange(W) < anchors[0][:, None])
-    for block, anchor in zip(outputs(features, anchors), anchors[0]):
-        np.testing.assert_allclose(outputs(features, anchor[None, None])[0], block, atol=1e-5)
-
-
 @pytest.mark.exhaustive
 def test_chunks_of_blocks_are_one_sum(monkeypatch):
     """Losses, figures and gradients, whatever is computed together or again."""
@@ -198,7 +154,7 @@ def test_chunks_of_blocks_are_one_sum(monkeypatch):
 def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
     """With its figures, by loops: of two turns, of blocks past the end, of a row without any."""
     name, K = "dspark", 4
-    config, head, mask = HEADS[name], head_of(name), np.zeros(TEXT.shape, bool)
+    config, head, mask = BLOCKS[name], head_of(name), np.zeros(TEXT.shape, bool)
     mask[0, 3:8] = mask[0, 11:] = True
     batch, params = batch_of(name, jnp.asarray(mask)), {"head": head, "target": TARGET.params}
     run = jax.jit(loss_of(name, has_every_anchor=True, decay=0.7))
@@ -245,7 +201,7 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
 
 def test_a_label_that_is_no_candidate_takes_the_place_of_the_least_likely_one():
     """Nats among as many tokens as are drafted from, by sorting."""
-    config, head = HEADS["dflash2"], head_of("dflash2")
+    config, head = BLOCKS["dflash2"], head_of("dflash2")
     rng, C = np.random.default_rng(4), config.selector_top_k
     base = rng.normal(size=(2, 9, CONFIG.vocab_size)).astype(np.float32)
     x = rng.normal(size=(2, 9, CONFIG.hidden_size)).astype(np.float32)
@@ -276,48 +232,3 @@ def test_the_program_of_a_step_grows_neither_with_the_window_nor_with_the_anchor
     small = size(130, 16)
     assert small == size(4098, 16)
     assert size(4098, 2048) < 1.01 * small  # one loop more
-
-
-PROMPTS = [np.random.default_rng(n).integers(0, 31, n).tolist() for n in (3, 9, 5, 12)]
-
-
-@functools.cache
-def trained(name, steps=60, **options):
-    """A head after some steps on what the target writes itself, and the losses."""
-    config = HEADS[name]
-    rows = SpeculativeDecoder(TARGET).generate(PROMPTS, 40)
-    text = jnp.asarray([[*prompt, *row.tokens][:43] for prompt, row in zip(PROMPTS, rows)])
-    states = target_view(TARGET.params, text, config=CONFIG, taps=config.taps)
-    optimizer = optax.adam(1e-2)
-    loss = loss_of(name, num_anchors=16, **options)
-    step = jax.jit(functools.partial(train_step, objective=loss, optimizer=optimizer))
-    state, losses = TrainState.create(head_of(name), optimizer), []
-    for i in range(steps):
-        batch = Batch(text, text >= 0, jax.random.key(i), states)
-        state, metrics = step(state, batch, TARGET.params)
-        losses.append(float(metrics["loss"]))
-    return LoadedHead(name, config, state.params), losses
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", HEADS)
-def test_teacher_forced_rounds_are_the_decoders(name):
-    """Drafts reached and accepted, by position, though one side never decodes and the other never
-    reads a true token after a round's start."""
-    (head, losses), K = trained(name), HEADS[name].max_draft
-    assert losses[-1] < losses[0] and teacher_forced.has_drafts(TARGET, head)
-    rows, stats = teacher_forced.decode(
-        TARGET, head, PROMPTS, num_draft=K, max_new_tokens=40, batch=4
-    )
-    reached, accepted = teacher_forced.unrolled(TARGET, head, PROMPTS, rows, num_draft=K)
-    assert tuple(reached) == stats.reached_at and tuple(accepted) == stats.accepted_at
-    assert accepted[1] > 0  # a second draft was right
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["dflash", "dspark", "treeflash"])
-def test_a_text_that_is_learned_by_heart_is_drafted_in_whole_blocks(name):
-    """The mean acceptance length comes to K + 1 on the text that it was trained on."""
-    (head, _), K = trained(name, 300, text_weight=1.0), HEADS[name].max_draft
-    _, stats = teacher_forced.decode(TARGET, head, PROMPTS, num_draft=K, max_new_tokens=30, batch=4)
-    assert stats.tau > K + 0.5

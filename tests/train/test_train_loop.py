@@ -136,16 +136,11 @@ def copy_of(folder, tmp_path):
     return sorted((tmp_path / "checkpoints" / "latest").glob("[0-9]*"), key=lambda p: int(p.name))
 
 
-def largest_files(folder):
-    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0]
-    return sorted(files, key=lambda path: -path.stat().st_size)
-
-
 @pytest.mark.parametrize("which", range(4))
 def test_a_truncated_checkpoint_is_refused_by_name(tmp_path, undisturbed, which):
     older, newest = copy_of(undisturbed[0], tmp_path)
-    files = largest_files(newest)
-    path = files[which % len(files)]
+    files = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 0]
+    path = sorted(files, key=lambda path: -path.stat().st_size)[which % len(files)]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     said = []
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
