@@ -74,38 +74,20 @@ def test_absent_values_are_absent_and_reasoning_has_every_name():
     )
 
 
-INVALID_SOURCES = [
+REFUSED = [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ messages[9].content }}", "refuses the conversation"),
-    ("{{ 1 + 'a' }}", "refuses the conversation"),
     ("{{ messages.append(1) }}", "refuses the conversation"),
-    ("{{ dict.update(messages[0], {'role': 'x'}) }}", "refuses the conversation"),
     ("{{ ''.__class__.__mro__ }}", "refuses the conversation"),
     ("{% set n = namespace() %}{% set n._i = 1 %}", "may not hold '_i'"),
     ("\n{% if %}", "cannot be read: line 2"),
     ("{% generation %}", "cannot be read: line 1"),
     ("{% " + "x" * 10**6 + " %}", "^.{,2100}$"),  # what it holds is cut in messages
-]
-
-
-@pytest.mark.parametrize(("source", "message"), INVALID_SOURCES)
-def test_what_a_template_refuses_or_may_not_do_is_a_clear_error(source, message):
-    with pytest.raises(ConfigError, match=message):
-        template(source).render(MESSAGES)
-
-
-SLOW = "{% for i in range(99999) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"  # seconds
-NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-REFUSED = [
     ("{{ 9 ** (9 ** 9) }}", r"\*\* makes a value of size"),
     ("{{ 'x' * 10 ** 10 }}{{ [0] * 10 ** 10 }}", r"\* makes a value of size 1e\+10"),
-    ("{{ '%999999999d' % 1 }}", "% makes a value of size"),
     ("{{ '%-*d' % (10 ** 10, 1) }}", "% makes a value of size"),
     ("{{ range(10 ** 9) | list }}", "Range too big"),
     ("{{ 'x' | center(10 ** 11) }}", "takes more than 512 MiB of memory"),
-    ("{{ '%99999999999d' | format(1) }}", "takes more than 512 MiB of memory"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
     ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16777216 characters"),
     ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "cannot be read: line"),
@@ -114,23 +96,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("source", "message"), REFUSED)
-def test_what_a_template_may_use_up_is_bounded(source, message):
+def test_what_a_template_refuses_may_not_do_or_would_use_up_is_a_clear_error(source, message):
     with pytest.raises(ConfigError, match=message):
         template(source).render(MESSAGES)
 
 
-def test_a_template_that_runs_too_long_is_ended_and_the_next_one_renders(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.3)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"takes more than 0\.3 seconds; check the template"):
-            template(NESTED).render(MESSAGES)
-    monkeypatch.undo()
-    assert template("{{ messages | length }}").render(MESSAGES) == "3"
+SLOW = "{% for i in range(99999) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"  # seconds
 
 
 @pytest.mark.parametrize("has_alarm", [True, False], ids=["alarm", "timer"])
 def test_a_process_renders_until_it_is_ended(monkeypatch, has_alarm):
     monkeypatch.setattr(template_process, "_HAS_ALARM", has_alarm)
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.3)
     process = template_process.TemplateProcess()
     now = ["2024-03-05", None, None]
     request = {"source": "{{ x }}", "variables": {"x": "é\ud800"}, "now": now}
@@ -138,8 +115,8 @@ def test_a_process_renders_until_it_is_ended(monkeypatch, has_alarm):
         assert process.ask(request) == {"text": "é\ud800"}
         first = process._process
         assert process.ask(request)["text"] and process._process is first
-        with pytest.raises(ConfigError, match="takes more than"):
-            process.ask({**request, "source": SLOW, "variables": {}}, 0.3)
+        with pytest.raises(ConfigError, match=r"takes more than 0\.3 seconds; check the template"):
+            process.ask({**request, "source": SLOW, "variables": {}})
         first = process._process
         assert first is None and process.ask(request)["text"]
         process._process.kill()  # by anybody
@@ -183,19 +160,19 @@ def test_a_forked_process_has_one_of_its_own():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_python_without_jinja_is_an_error_that_says_so(monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "message"),
+    [
+        (template_process, "_LIBRARIES", (), "No module named 'jinja2'.*that can import jinja2"),
+        (sys, "executable", None, r"is embedded\): expected sys\.executable, None, to be"),
+        (sys, "executable", "", r"is embedded\): expected sys\.executable, '', to be"),
+    ],
+)
+def test_a_python_that_cannot_render_says_so(monkeypatch, owner, name, value, message):
     process = template_process.TemplateProcess()
-    monkeypatch.setattr(template_process, "_LIBRARIES", ())
-    with pytest.raises(ConfigError, match=r"No module named 'jinja2'.*that can import jinja2"):
-        process.ask({"source": "a", "variables": {}, "now": ["2024-03-05", None, None]})
-
-
-@pytest.mark.parametrize("executable", [None, ""])
-def test_an_embedded_python_is_an_error_that_says_so(monkeypatch, executable):
-    monkeypatch.setattr(sys, "executable", executable)
-    message = rf"where Python is embedded\): expected sys\.executable, {executable!r}, to be"
+    monkeypatch.setattr(owner, name, value)
     with pytest.raises(ConfigError, match=message):
-        template_process.TemplateProcess().ask({"source": "a", "variables": None, "now": None})
+        process.ask({"source": "a", "variables": {}, "now": ["2024-03-05", None, None]})
 
 
 def test_the_time_has_its_zone_where_templates_run():
@@ -203,14 +180,6 @@ def test_the_time_has_its_zone_where_templates_run():
     now = datetime.datetime(2024, 3, 5, 6, 7, 8, 9, tzinfo=zone)
     found = ChatTemplate({"default": "{{ strftime_now('%c %f %z %Z') }}"}, now=now)
     assert found.render(MESSAGES) == now.strftime("%c %f %z %Z")
-
-
-@pytest.mark.parametrize(
-    "messages", [[], ["hi"], [{"role": object()}], [{"role": {1}}], [{"role": DEEP}]]
-)
-def test_messages_that_are_none_are_clear_errors(messages):
-    with pytest.raises(ConfigError, match="message"):
-        template(TURNS).render(messages)
 
 
 def test_a_template_cannot_change_the_callers_messages():
@@ -260,16 +229,12 @@ def test_a_block_whose_place_is_lost_is_an_error():
 
 
 def test_special_tokens_come_from_every_form_of_the_config():
-    tokenizer = word_tokenizer(
-        bos_token="<s>",
-        eos_token={"__type": "AddedToken", "content": "</s>"},
-        pad_token=None,
-        add_bos_token=True,
-        image_token="<img>",
-        extra_special_tokens={"end_token": "<end>"},
-        chat_template="{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}"
-        "{{ end_token }}{{ add_bos_token }}",
-    )
+    config = dict(bos_token="<s>", eos_token={"__type": "AddedToken", "content": "</s>"})
+    config |= dict(pad_token=None, add_bos_token=True, image_token="<img>")
+    names = ("bos_token", "eos_token", "pad_token", "image_token", "end_token", "add_bos_token")
+    source = "".join(f"{{{{ {name} }}}}" for name in names)
+    config |= dict(extra_special_tokens={"end_token": "<end>"}, chat_template=source)
+    tokenizer = word_tokenizer(**config)
     assert ChatTemplate.from_tokenizer(tokenizer).render(MESSAGES) == "<s></s><img><end>"
     ours = ChatTemplate.from_tokenizer(tokenizer, variables={"eos_token": "E", "pad_token": "P"})
     assert ours.render(MESSAGES) == "<s>EP<img><end>"
@@ -288,22 +253,14 @@ def test_a_conversation_with_tools_takes_the_template_for_tools():
     assert single.render(MESSAGES, tools=[{"name": "f"}]) == "1"
 
 
-def test_absent_templates_are_named():
-    with pytest.raises(ConfigError, match="has no chat template; expected"):
-        ChatTemplate.from_tokenizer(word_tokenizer())
-    with pytest.raises(ConfigError, match="'rag'; expected name to be one of 'default', 'tool_use"):
-        ChatTemplate.from_tokenizer(word_tokenizer(chat_template=NAMED), name="rag")
-    with pytest.raises(ConfigError, match="'default'; expected name to be one of 'tool_use'"):
-        ChatTemplate.from_tokenizer(word_tokenizer(chat_template=NAMED[1:]))
-
-
-@pytest.mark.parametrize("stored", ["one", NAMED, {"default": "a", "rag": "b"}, NAMED[1:]])
+@pytest.mark.parametrize("stored", [None, "one", NAMED, {"default": "a", "rag": "b"}, NAMED[1:]])
 def test_saved_templates_load_as_they_were(tmp_path, stored):
-    tokenizer = word_tokenizer(chat_template=stored, bos_token="<s>")
+    tokenizer = word_tokenizer(bos_token="<s>", **({"chat_template": stored} if stored else {}))
     word_tokenizer(chat_template={"default": "old", "stale": "old"}).save(tmp_path)
     tokenizer.save(tmp_path)
     loaded = Tokenizer.from_directory(tmp_path)
-    assert loaded.chat_templates == tokenizer.chat_templates != {}
+    assert loaded.chat_templates == tokenizer.chat_templates
+    assert bool(loaded.chat_templates) == (stored is not None)
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert "bos_token" in loaded.config
 
@@ -320,20 +277,26 @@ def test_template_files_go_before_the_config(tmp_path):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_tokenizer_without_templates_saves_none(tmp_path):
-    word_tokenizer(chat_template="old").save(tmp_path)
-    word_tokenizer().save(tmp_path)
-    assert sorted(file.name for file in tmp_path.glob("*.*")) == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert "chat_template" not in Tokenizer.from_directory(tmp_path).config
+def stored(chat_template, **options):
+    """Makes a template of what is stored."""
+    return lambda: ChatTemplate.from_tokenizer(word_tokenizer(**chat_template), **options)
 
 
-@pytest.mark.parametrize("stored", [3, [1], {"default": None}, [{"name": "x"}]])
-def test_templates_of_another_form_are_clear_errors(stored):
-    with pytest.raises(WeightsError, match="expected a text"):
-        _ = word_tokenizer(chat_template=stored).chat_templates
+NO_MESSAGES = [[], ["hi"], *([{"role": role}] for role in (object(), {1}, DEEP))]
+NO_TEXT = [3, [1], {"default": None}, [{"name": "x"}]]
+INVALID = [
+    *((lambda m=m: template(TURNS).render(m), "message") for m in NO_MESSAGES),
+    (stored({}), "has no chat template; expected"),
+    (stored({"chat_template": NAMED}, name="rag"), "'rag'; expected name to be one of 'default"),
+    (stored({"chat_template": NAMED[1:]}), "'default'; expected name to be one of 'tool_use'"),
+    *((stored({"chat_template": x}), "expected a text") for x in NO_TEXT),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), INVALID)
+def test_messages_and_stored_templates_that_are_none_are_clear_errors(call, message):
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        call()
 
 
 def test_a_templates_name_cannot_leave_the_folder(tmp_path):

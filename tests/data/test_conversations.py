@@ -5,21 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from support.chat_templates import (
-    ANSWERS,
-    CHATML,
-    GEMMA,
-    GENERATION,
-    LLAMA3,
-    MISTRAL,
-    REASONING,
-    TALK,
-    TOOLS,
-    byte_level,
-    metaspace,
-    sharegpt,
-    talk,
-)
+from support import chat_templates as chat
 from support.files import write_lines
 
 from spec_jax.data.chat import ChatTemplate
@@ -50,37 +36,38 @@ def text_of(tokenizer, document) -> str:
 @pytest.mark.parametrize(
     ("template", "before", "after", "is_trimmed"),
     [
-        (CHATML, "", "<|im_end|>", False),
-        (LLAMA3, "", "<|eot_id|>", True),
-        (MISTRAL, " ", "</s>", False),
-        (GEMMA, "", "<end_of_turn>", True),
-        (GENERATION, "", "<|im_end|>\n", False),
-        (TOOLS, "", "<|im_end|>", False),
+        (chat.CHATML, "", "<|im_end|>", False),
+        (chat.LLAMA3, "", "<|eot_id|>", True),
+        (chat.MISTRAL, " ", "</s>", False),
+        (chat.GENERATION, "", "<|im_end|>\n", False),
+        (chat.TOOLS, "", "<|im_end|>", False),
     ],
-    ids=["ChatML", "Llama 3", "Mistral", "Gemma", "generation", "tools"],
+    ids=["ChatML", "Llama 3", "Mistral", "generation", "tools"],
 )
 def test_every_answer_is_marked_with_the_token_that_ends_it(
     template, before, after, is_trimmed, trim
 ):
-    tokenizer = byte_level(template, trim=trim)
-    (document,) = encode(tokenizer, TALK)
-    expected = [a.strip() if is_trimmed else a for a in ANSWERS]
+    tokenizer = chat.byte_level(template, trim=trim)
+    (document,) = encode(tokenizer, chat.TALK)
+    expected = [a.strip() if is_trimmed else a for a in chat.ANSWERS]
     assert marked(tokenizer, document) == [before + a + after for a in expected]
     assert document.ids.dtype == np.int32 and document.mask.dtype == bool
     assert len(document.ids) == len(document.mask) and document.source == "here:1"
 
 
 def test_answers_are_marked_under_a_sentencepiece_like_tokenizer():
-    tokenizer = metaspace(MISTRAL)
-    (document,) = encode(tokenizer, TALK[:4])
-    assert [m.strip() for m in marked(tokenizer, document)] == [a + "</s>" for a in ANSWERS[:2]]
+    tokenizer = chat.metaspace(chat.MISTRAL)
+    (document,) = encode(tokenizer, chat.TALK[:4])
+    assert [m.strip() for m in marked(tokenizer, document)] == [
+        a + "</s>" for a in chat.ANSWERS[:2]
+    ]
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, GEMMA, GENERATION])
+@pytest.mark.parametrize("template", [chat.CHATML, chat.LLAMA3, chat.MISTRAL, chat.GENERATION])
 def test_the_tokens_are_those_of_the_text_with_special_tokens_once(template):
-    tokenizer = byte_level(template)
-    (document,) = encode(tokenizer, TALK)
-    text = ChatTemplate.from_tokenizer(tokenizer).render(TALK)
+    tokenizer = chat.byte_level(template)
+    (document,) = encode(tokenizer, chat.TALK)
+    text = ChatTemplate.from_tokenizer(tokenizer).render(chat.TALK)
     start, end = tokenizer.token_id("<s>"), tokenizer.token_id(END_OF_TEXT)
     assert tokenizer.encode(text)[0] == start  # what the tokenizer would add a second time
     has_start = text.startswith("<s>")
@@ -90,27 +77,27 @@ def test_the_tokens_are_those_of_the_text_with_special_tokens_once(template):
     assert list(document.ids).count(start) == has_start
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION], ids=["prefixes", "blocks"])
+@pytest.mark.parametrize("template", [chat.CHATML, chat.GENERATION], ids=["prefixes", "blocks"])
 def test_what_follows_the_last_answer_is_left_out(template):
-    tokenizer = byte_level(template)
-    (whole,) = encode(tokenizer, TALK + talk("bye", "x")[:1])
-    (same,) = encode(tokenizer, TALK)
+    tokenizer = chat.byte_level(template)
+    (whole,) = encode(tokenizer, chat.TALK + chat.talk("bye", "x")[:1])
+    (same,) = encode(tokenizer, chat.TALK)
     np.testing.assert_array_equal(whole.ids, same.ids)
     np.testing.assert_array_equal(whole.mask, same.mask)
 
 
 def test_an_opening_turn_of_the_assistant_is_context_only():
-    tokenizer = byte_level(LLAMA3)
-    (document,) = encode(tokenizer, talk("Hello!", "two?", "four", first="assistant"))
+    tokenizer = chat.byte_level(chat.LLAMA3)
+    (document,) = encode(tokenizer, chat.talk("Hello!", "two?", "four", first="assistant"))
     assert marked(tokenizer, document) == ["four<|eot_id|>"]
     assert "Hello!" in text_of(tokenizer, document)
-    assert encode(tokenizer, talk("Hello!", "two?", first="assistant")) == []
-    assert encode(tokenizer, TALK[:1]) == [] == encode(tokenizer, [])
+    assert encode(tokenizer, chat.talk("Hello!", "two?", first="assistant")) == []
+    assert encode(tokenizer, chat.TALK[:1]) == [] == encode(tokenizer, [])
 
 
 def test_rewritten_earlier_turns_give_a_document_a_turn():
-    tokenizer = byte_level(REASONING)
-    messages = [dict(m) for m in TALK]
+    tokenizer = chat.byte_level(chat.REASONING)
+    messages = [dict(m) for m in chat.TALK]
     for i, m in enumerate(messages):
         if m["role"] == "assistant":
             m["reasoning_content"] = f"reason {i}"
@@ -129,11 +116,11 @@ def test_rewritten_earlier_turns_give_a_document_a_turn():
 
 
 def test_an_answer_that_does_not_begin_with_its_prompt_is_refused(tmp_path):
-    tokenizer = byte_level(REASONING)
+    tokenizer = chat.byte_level(chat.REASONING)
     template = ChatTemplate.from_tokenizer(tokenizer, variables={"is_open": True})
     with pytest.raises(ConfigError, match=r"here:1: .*turn 2 .*'\\n</think>.* has 'Hm'.*blocks"):
-        encode(tokenizer, TALK, template=template)
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"text": "fine"}])
+        encode(tokenizer, chat.TALK, template=template)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": chat.TALK}, {"text": "fine"}])
     counts = collections.Counter()
     found = list(
         read_documents([file], Encoder(tokenizer, template), is_strict=False, counts=counts)
@@ -142,9 +129,9 @@ def test_an_answer_that_does_not_begin_with_its_prompt_is_refused(tmp_path):
 
 
 def test_what_the_template_raises_names_the_line_or_is_counted(tmp_path):
-    encoder = Encoder(byte_level(MISTRAL))
-    odd = [TALK[0], *TALK]
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": odd}])
+    encoder = Encoder(chat.byte_level(chat.MISTRAL))
+    odd = [chat.TALK[0], *chat.TALK]
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": chat.TALK}, {"messages": odd}])
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: .*must take turns"):
         list(read_documents([file], encoder))
     counts = collections.Counter()
@@ -157,30 +144,30 @@ def test_what_the_template_raises_names_the_line_or_is_counted(tmp_path):
 
 def test_generation_blocks_that_mark_nothing_are_refused():
     with pytest.raises(ConfigError, match="here:1: .*hold no answer"):
-        encode(byte_level("{% generation %}{% endgeneration %}x"), TALK)
+        encode(chat.byte_level("{% generation %}{% endgeneration %}x"), chat.TALK)
 
 
 def test_tools_reach_the_template():
-    tokenizer = byte_level(
-        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]
+    tokenizer = chat.byte_level(
+        [{"name": "default", "template": chat.CHATML}, {"name": "tool_use", "template": chat.TOOLS}]
     )
     call = {"function": {"name": "add", "arguments": {"a": "<2>"}}}
-    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "tool", "content": "4"}, TALK[1]]
+    messages = [chat.TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "4"}, chat.TALK[1]]
     (document,) = encode(tokenizer, messages, tools=[{"name": "add"}])
     assert marked(tokenizer, document) == [
         '<tool>{"name": "add", "arguments": {"a": "<2>"}}<|im_end|>',
-        ANSWERS[0] + "<|im_end|>",
+        chat.ANSWERS[0] + "<|im_end|>",
     ]
     assert '{"name": "add"}\n<|im_end|>' in text_of(tokenizer, document)
 
 
 def test_a_tokenizers_own_truncation_and_padding_do_not_cut():
-    tokenizer = byte_level(LLAMA3)
-    (expected,) = encode(tokenizer, TALK)
+    tokenizer = chat.byte_level(chat.LLAMA3)
+    (expected,) = encode(tokenizer, chat.TALK)
     tokenizer.backend.enable_truncation(5)
     tokenizer.backend.enable_padding(length=2000)
-    (document,) = encode(Tokenizer(tokenizer.backend, tokenizer.config), TALK)
+    (document,) = encode(Tokenizer(tokenizer.backend, tokenizer.config), chat.TALK)
     np.testing.assert_array_equal(document.ids, expected.ids)
 
 
@@ -200,59 +187,24 @@ def test_marks_are_the_tokens_that_hold_a_marked_character():
 
 
 def test_text_is_marked_whole_after_a_separator():
-    tokenizer = byte_level()
+    tokenizer = chat.byte_level()
     (document,) = Encoder(tokenizer).text(Text("two and two", "t"))
     assert document.mask.all() and text_of(tokenizer, document) == END_OF_TEXT + "two and two"
     (document,) = Encoder(tokenizer, separator="<s>").text(Text("two", "t"))
     assert text_of(tokenizer, document) == "<s>two"
     assert Encoder(tokenizer).text(Text("", "t")) == []
-    plain = byte_level(special=("<s>", "</s>"))
+    plain = chat.byte_level(special=("<s>", "</s>"))
     assert Encoder(plain).text(Text("two", "t"))[0].ids[0] == plain.token_id("</s>")
     with pytest.raises(ConfigError, match=r"'<end>' to separate documents; set eos_token in"):
         Encoder(plain, separator="<end>")
     with pytest.raises(ConfigError, match="no token"):
-        Encoder(byte_level(special=("<s>",))).text(Text("two", "t"))
-
-
-def test_conversations_need_a_template_and_texts_do_not(tmp_path):
-    encoder = Encoder(byte_level())
-    assert len(list(read_documents([write_lines(tmp_path / "t.jsonl", [{"text": "a"}])], encoder)))
-    file = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}])
-    with pytest.raises(ConfigError, match="has no chat template; expected"):
-        list(read_documents([file], encoder, is_strict=False))
-
-
-# Files.
-
-
-def test_the_split_is_of_contents_whatever_the_order_and_the_layout(tmp_path):
-    talks = [talk(f"question {i}", f"answer {i}") for i in range(200)]
-    records = [{"messages": t} for t in talks] + [{"text": f"text {i}"} for i in range(100)]
-    shuffled = [sharegpt(t) for t in talks] + records[200:] + records[:20]
-    random.Random(1).shuffle(shuffled)
-    encoder = Encoder(byte_level(CHATML))
-    sides = []
-    for name, lines in [("a", records), ("b", shuffled)]:
-        file = write_lines(tmp_path / f"{name}.jsonl", lines)
-        counts = collections.Counter()
-        read = lambda split, counts=None, file=file: {
-            d.ids.tobytes()
-            for d in read_documents(
-                [file], encoder, split=split, held_out=HeldOut(0.2), counts=counts
-            )
-        }
-        sides.append((read("train", counts), read("held_out")))
-        assert counts["other_split"] + counts["documents"] == len(lines)
-    assert sides[0] == sides[1]
-    train, held_out = sides[0]
-    assert not train & held_out and len(train | held_out) == 300
-    assert 35 <= len(held_out) <= 85
+        Encoder(chat.byte_level(special=("<s>",))).text(Text("two", "t"))
 
 
 def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
-    lines = [{"messages": talk(f"{i}", "a", f"again {i}", "b")} for i in range(40)]
+    lines = [{"messages": chat.talk(f"{i}", "a", f"again {i}", "b")} for i in range(40)]
     file = write_lines(tmp_path / "a.jsonl", lines)
-    encoder = Encoder(byte_level(REASONING))
+    encoder = Encoder(chat.byte_level(chat.REASONING))
     sides, counts = [], collections.Counter()
     for split in ("train", "held_out"):
         found = read_documents([file], encoder, split=split, held_out=HeldOut(0.3), counts=counts)
@@ -263,12 +215,12 @@ def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
 
 
 def test_long_documents_are_whole_or_left_out_and_what_gives_none_is_counted(tmp_path):
-    encoder = Encoder(byte_level(CHATML))
+    encoder = Encoder(chat.byte_level(chat.CHATML))
     lines = [
-        {"messages": talk("a", "long " * 50)},
-        {"messages": talk("long " * 90, "b", "more")},
-        {"messages": talk("a", "b")},
-        {"messages": TALK[:1]},
+        {"messages": chat.talk("a", "long " * 50)},
+        {"messages": chat.talk("long " * 90, "b", "more")},
+        {"messages": chat.talk("a", "b")},
+        {"messages": chat.TALK[:1]},
         {"conversations": []},
         {"text": ""},
         {"text": "word " * 200},
@@ -288,8 +240,8 @@ def test_long_documents_are_whole_or_left_out_and_what_gives_none_is_counted(tmp
 
 
 def test_a_corpus_without_a_usable_document_is_an_error(tmp_path):
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK[:1]}, {"conversations": []}])
-    encoder = Encoder(byte_level(CHATML))
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": chat.TALK[:1]}, {"conversations": []}])
+    encoder = Encoder(chat.byte_level(chat.CHATML))
     with pytest.raises(ConfigError, match="no document for train .conversations 2, no_answer 2"):
         list(read_documents([file], encoder))
     with pytest.raises(ConfigError, match="no document for held_out .other_split 2"):
@@ -301,4 +253,4 @@ def test_a_corpus_without_a_usable_document_is_an_error(tmp_path):
 @pytest.mark.parametrize("arguments", [{"split": "test"}, {"max_length": 1}])
 def test_bad_arguments_are_errors_at_once(arguments):
     with pytest.raises(ConfigError, match="; expected|, or None"):
-        read_documents([], Encoder(byte_level()), **arguments)
+        read_documents([], Encoder(chat.byte_level()), **arguments)

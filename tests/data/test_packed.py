@@ -1,18 +1,15 @@
 """Packed corpora: whole or absent, written as they come, opened as arrays on disk."""
 
-import collections
 import json
 import os
 import weakref
 
 import numpy as np
 import pytest
-from support.chat_templates import CHATML, byte_level, talk
-from support.files import write_lines
+from support.chat_templates import CHATML, byte_level
 
-from spec_jax.data.conversations import Document, Encoder, read_documents
+from spec_jax.data.conversations import Document
 from spec_jax.data.packed import load_packed, write_packed
-from spec_jax.data.splits import HeldOut
 from spec_jax.errors import ConfigError
 
 TOKENIZER = byte_level(CHATML)
@@ -76,26 +73,6 @@ def test_no_document_is_kept_once_it_is_written(tmp_path):
     assert packed.tokens.shape == (300_000,) and packed.tokens[-1] == 299
 
 
-def test_a_corpus_from_files_tells_what_was_read(tmp_path):
-    file = tmp_path / "a.jsonl"
-    records = [{"messages": talk(f"q {i}", f"a {i}")} for i in range(50)]
-    records += [{"messages": talk("q")}]
-    write_lines(file, records)
-    total = 0
-    for split in ("train", "held_out"):
-        counts = collections.Counter()
-        documents = read_documents(
-            [file], Encoder(TOKENIZER), split=split, held_out=HeldOut(0.3), counts=counts
-        )
-        packed = write_packed(
-            tmp_path / "out", split, documents, TOKENIZER, sources=[file], counts=counts
-        )
-        found = packed.info["counts"]
-        assert found["documents"] + found["other_split"] + found.get("no_answer", 0) == 51
-        total += found["documents"]
-    assert total == 50 and len(names(tmp_path / "out")) == 6
-
-
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
     write_packed(tmp_path, "train", [document(1, 2)], TOKENIZER)
 
@@ -152,23 +129,18 @@ def test_an_incomplete_or_foreign_corpus_is_refused(tmp_path):
     other = byte_level(special=("<s>", "</s>", "<|im_start|>"))
     with pytest.raises(ConfigError, match="another vocabulary.*target's tokenizer"):
         load_packed(tmp_path, "train", other)
-    np.save(tmp_path / "train.mask.npy", np.ones(2, bool))
-    with pytest.raises(ConfigError, match=r"tells of 3 tokens.*bool\[2\]"):
-        load_packed(tmp_path, "train")
-    (tmp_path / "train.mask.npy").unlink()
-    with pytest.raises(ConfigError, match="not a packed corpus"):
-        load_packed(tmp_path, "train")
-    info = tmp_path / "train.json"
-    np.save(tmp_path / "train.mask.npy", np.ones(3, bool))
-    for change, message in [
-        ({"version": 9}, "version 9"),
-        ({"starts": None}, "not a packed corpus"),
+    info, mask = tmp_path / "train.json", tmp_path / "train.mask.npy"
+    text = info.read_text()
+    for change, num_marks, message in [
+        ({}, 2, r"tells of 3 tokens.*bool\[2\]"),
+        ({}, None, "not a packed corpus"),
+        ({"version": 9}, 3, "version 9"),
+        ({"starts": None}, 3, "not a packed corpus"),
+        (None, 3, "not a packed corpus"),
     ]:
-        text = info.read_text()
-        info.write_text(json.dumps({**json.loads(text), **change}))
+        info.write_text("[]" if change is None else json.dumps(json.loads(text) | change))
+        mask.unlink(missing_ok=True)
+        if num_marks is not None:
+            np.save(mask, np.ones(num_marks, bool))
         with pytest.raises(ConfigError, match=message):
             load_packed(tmp_path, "train")
-        info.write_text(text)
-    info.write_text("[]")
-    with pytest.raises(ConfigError, match="not a packed corpus"):
-        load_packed(tmp_path, "train")

@@ -138,30 +138,23 @@ def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):
     assert [q.name for q in questions.load(data, 2).chosen] == ["r.jsonl:1", "r.jsonl:3"]
 
 
-def test_single_questions_of_a_category_of_mt_benchs_are_no_conversations(tmp_path):
+def test_conversations_are_one_group_of_several_categories(tmp_path):
+    """Single questions of a category that has conversations too are none."""
     rows = [
-        {"turns": ["a", "b"], "category": "writing"},
-        {"turns": ["a", "b"], "category": "math"},
-        {"prompt": "c", "category": "coding"},
-        {"turns": ["d", "e"], "category": "mine"},
         {"prompt": "f", "category": "math"},
+        {"turns": ["a", "b"], "category": "writing"},
+        {"turns": ["d", "e"], "category": "mine"},
+        {"turns": ["a", "b"], "category": "math"},
+        {"turns": ["a", "b"], "category": "coding"},
+        {"turns": ["a", "b"], "category": "writing"},
+        {"prompt": "c", "category": "stem"},
     ]
     found = questions.load(write(tmp_path / "r.jsonl", rows), 0).chosen
-    assert [q.group for q in found] == [CONVERSATION, "math", "coding", "mine", "math"]
-    assert [*categories(found)] == [CONVERSATION, "writing", "math", "coding", "mine"]
-
-
-def test_conversations_are_one_group_of_several_categories():
-    of = lambda name: Question(name, name, is_of_conversations=name in ("writing", "coding"))
-    asked = [of("qa"), of("writing"), of("rag"), of("coding"), of("writing")]
-    assert {name: members for name, (_, members) in categories(asked).items()} == {
-        "qa": [0],
-        CONVERSATION: [1, 3, 4],
-        "writing": [1, 4],
-        "coding": [3],
-        "rag": [2],
-    }
-    assert categories([of("qa"), of("qa")]) == {}
+    groups = {name: members for name, (_, members) in categories(found).items()}
+    expected = {"math": [0, 3], CONVERSATION: [1, 4, 5], "writing": [1, 5], "coding": [4]}
+    expected |= {"mine": [2], "stem": [6]}
+    assert groups == expected
+    assert categories([Question("qa", "qa"), Question("qa", "qa")]) == {}
 
 
 def test_questions_that_share_a_name_are_numbered(tmp_path):
@@ -235,11 +228,8 @@ def test_names_are_told_apart_from_files(tmp_path, monkeypatch):
 
 def test_batches_hold_whole_questions():
     groups, layout = pack([[0], [1, 2], [3], [4], [5, 6]], 3)
-    assert layout == [[0, 1, 2], [3, 4], [5, 6]] and [g.questions for g in groups] == [
-        (0, 1),
-        (2, 3),
-        (4,),
-    ]
+    assert layout == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [group.questions for group in groups] == [(0, 1), (2, 3), (4,)]
     groups, layout = pack([[0, 1], [2]], 1)
     assert layout == [[0], [1], [2]]
     assert [tuple(g) for g in groups] == [((0,), (0, 1)), ((1,), (2,))]

@@ -42,21 +42,16 @@ def test_every_layout_gives_the_same_messages(tmp_path):
 
 
 USER, ASKED = {"role": "user", "content": "Q"}, [{"role": "user", "content": "Q"}]
-ANSWERED = [USER, {"role": "assistant", "content": "A"}]
+SYSTEM, ANSWER = {"role": "system", "content": "S"}, {"role": "assistant", "content": "A"}
+ANSWERED = [USER, ANSWER]
 
 
 ROWS = [
     ({"question": "Q", "answer": "A"}, ANSWERED),
     ({"question": "Q", "answer": ["A"]}, ASKED),
     ({"instruction": "Q", "input": "", "output": "A", "text": "Below is"}, ANSWERED),
-    (
-        {"instruction": "Q", "input": "x", "output": "A"},
-        [{"role": "user", "content": "Q\n\nx"}, ANSWERED[1]],
-    ),
-    (
-        {"system_prompt": "S", "question": "Q", "response": "A"},
-        [{"role": "system", "content": "S"}, *ANSWERED],
-    ),
+    ({"instruction": "Q", "input": "x", "output": "A"}, [USER | {"content": "Q\n\nx"}, ANSWER]),
+    ({"system_prompt": "S", "question": "Q", "response": "A"}, [SYSTEM, *ANSWERED]),
     ({"data": ["Q", "A", "Q"], "id": "0"}, [*ANSWERED, USER]),
     ({"prompt": "unused", "prompt_id": "0", "messages": ANSWERED}, ANSWERED),
     ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, ANSWERED),
@@ -98,19 +93,13 @@ LINES = [
     ("3", "3 is not an object"),
     ("{}", "the keys none"),
     ('{"query": "a", "answer": "b"}', "the keys 'query', 'answer'.*messages, .*question"),
-    ('{"data": ["a", 1]}', r"data is \['a', 1\]; expected a list of texts"),
     ('{"turns": "hello"}', "turns is 'hello'; expected a list of texts"),
-    ('{"turns": []}', r"turns is \[\]; expected a list of texts, at least one"),
     ('{"text": null, "prompt": 5}', "prompt is 5; expected a text"),
-    ('{"prompt": null}', "prompt is None; expected a text"),
-    ('{"messages": "hi"}', "messages is 'hi'; expected a list of objects"),
     ('{"messages": ["hi"]}', "a turn is 'hi'"),
     ('{"messages": [{"content": "a"}]}', "the role None"),
-    ('{"messages": [{"role": "user"}]}', "the content None"),
     ('{"messages": [{"role": "user", "content": 3}]}', "the content 3"),
     ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "text only"),
     ('{"conversations": [{"from": "bot", "value": "a"}]}', "from 'bot'.*one of human"),
-    ('{"conversations": [{"from": "gpt", "value": null}]}', "the value None"),
     ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"from \['gpt'\]"),
     ('{"messages": [], "tools": 3}', "tools are 3"),
     ('{"messages": [], "tools": "[1"}', "not JSON"),
@@ -161,6 +150,3 @@ def test_a_compressed_file_is_unpacked_up_to_a_limit(tmp_path, monkeypatch):
     (tmp_path / "plain.jsonl").write_bytes(row * 2000)
     assert len(list(read_records(tmp_path / "fits.jsonl.gz"))) == 1000
     assert len(list(read_records(tmp_path / "plain.jsonl"))) == 2000
-
-
-# Splits and cuts.

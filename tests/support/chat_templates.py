@@ -46,17 +46,6 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}"""
 
-GEMMA = """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}
-{{- raise_exception('no system role here') }}{% endif %}
-{% for message in messages %}
-{% set role = {'assistant': 'model'}.get(message.role, message.role) %}
-{{ '<start_of_turn>' + role + '\\n' + (message.content | trim) + '<end_of_turn>\\n' }}
-{%- endfor %}
-{% if add_generation_prompt %}
-{{ '<start_of_turn>model\\n' }}
-{%- endif %}"""
-
 GENERATION = """\
 {%- for message in messages -%}
     {%- if message.role == 'assistant' -%}
@@ -103,7 +92,6 @@ TEMPLATES = {
     "ChatML": CHATML,
     "Llama 3": LLAMA3,
     "Mistral": MISTRAL,
-    "Gemma": GEMMA,
     "generation": GENERATION,
     "tools": TOOLS,
     "reasoning": REASONING,
@@ -133,25 +121,15 @@ def byte_level(template=None, *, trim=False, special=tuple(SPECIAL), **config) -
 def metaspace(template=None, **config) -> Tokenizer:
     """A SentencePiece-like BPE: a space put in front, unknown characters as bytes."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
-    options = dict(
-        show_progress=False, initial_alphabet=[*'abcdefghijklmnopqrstuvwxyzTWYB▁ ?,.!:{}[]"|_\n']
-    )
-    backend.train_from_iterator(
-        [w for w in TEXT.encode("ascii", "ignore").decode().split()],
-        trainers.BpeTrainer(vocab_size=360, special_tokens=SPECIAL + byte_tokens, **options),
-    )
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    alphabet = [*'abcdefghijklmnopqrstuvwxyzTWYB▁ ?,.!:{}[]"|_\n']
+    options = dict(show_progress=False, initial_alphabet=alphabet)
+    options |= dict(special_tokens=SPECIAL + [f"<0x{i:02X}>" for i in range(256)])
+    words = TEXT.encode("ascii", "ignore").decode().split()
+    backend.train_from_iterator(words, trainers.BpeTrainer(vocab_size=360, **options))
     return _with_config(backend, template, config)
 
 
