@@ -130,10 +130,10 @@ MUTATIONS = mutants.read("""
         test_synthetic_acceptance_has_the_stated_rates
     siblings are drawn again
         tree._without: q.at[node, token].set(0.0) -> q
-        test_a_sampled_tree_matches_target_distribution[residual]
+        test_a_sampled_tree_matches_target_distribution[static-residual]
     * traversal: a leaf takes too much away
         traversal.take_leaf: mass + 1.0 - w[v] -> mass + 1.0
-        test_a_sampled_tree_matches_target_distribution[traversal]
+        test_a_sampled_tree_matches_target_distribution[static-traversal]
     every depth has the root's noise
         tree.match: noise.gumbel[depths_] -> noise.gumbel[0 * depths_]
         test_on_a_chain_a_tree_rule_is_the_chain_rule[match-sampled]
@@ -341,6 +341,18 @@ MUTATIONS = mutants.read("""
     positions of a block begin with the window
         Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]
+    the reference accepts every draft
+        reference.acceptance_probability: min(1.0, x_) -> 1.0
+        test_joint_distribution_matches_target_exactly[1-3]
+    the reference replaces drafts from the target itself
+        reference.adjusted_distribution: np.maximum(p - q, 0.0) -> p
+        test_joint_distribution_matches_target_exactly[1-3]
+    the reference scores a draft by the row after it
+        reference.FunctionTarget.verify: tokens[:i] -> tokens[:i + 1]
+        test_joint_distribution_matches_target_exactly[1-3]
+    draft and reference share their noise
+        reference.generator: [seed, *stream.encode()] -> [seed]
+        test_streams_of_a_seed_are_independent
 """)
 
 
