@@ -54,14 +54,11 @@ def test_a_module_of_the_current_directory_gives_its_rules_and_drafters():
 
 
 INVALID_NAMES = [
-    ("best", "rule is 'best'; expected module:NAME, or one of greedy, residual"),
     ("blok", r"rule is 'blok' \(did you mean block\?\); expected module:NAME, or one of greedy"),
     ("own_parts.py:RULE", "expected module:NAME as in an import, such as my_rule:rule"),
     ("no_such:RULE", "there is no module 'no_such' in .*or on Python's path"),
-    ("own_parts.sub:RULE", "importing own_parts.sub failed|no module 'own_parts.sub'"),
     ("own_broken:RULE", "ModuleNotFoundError: No module named 'no_such.*broken.py:2"),
     ("own_typo:RULE", "importing own_typo failed: SyntaxError"),
-    ("sys:RULES", "module 'sys' has no name 'RULES'"),
     ("own_parts:RULES", r"own_parts.py has no name 'RULES' \(did you mean RULE\?\)"),
     ("own_parts:nothing", "own_parts:nothing returned an object of type NoneType"),
     ("own_parts:accept_row", r"arguments \(target, proposal, noise\).*batched\(function\)"),
@@ -80,7 +77,6 @@ DRAFTERS = [
     ("own_parts:rule", r"takes other arguments \(\); expected a Drafter, or .*make\(target\)"),
     ("own_parts:loaded", "of type LoadedModel; .*; give models and heads as draft="),
     (lambda target: 3, "lambda.* returned an object of type int; expected a Drafter"),
-    (3, "drafter is of type int; expected a Drafter"),
 ]
 
 

@@ -38,17 +38,7 @@ def test_what_ships_is_small(names, files, most_bytes):
     found = [file for name in names for file in zoo.path(name).iterdir()]
     assert {file.name for file in found} == {"config.json", "model.safetensors"} | files
     assert sum(file.stat().st_size for file in found) <= most_bytes
-
-
-def test_unknown_names_have_no_directory():
     assert zoo.path("zoo/other") is None
-
-
-def test_the_target_has_layers_to_tap_and_the_draft_is_small(models):
-    target, draft = models["zoo/target"].config, models["zoo/draft"].config
-    assert target.num_hidden_layers >= 8 and draft.num_hidden_layers <= 2
-    assert models["zoo/draft"].num_params < 0.1 * models["zoo/target"].num_params
-    assert target.max_position_embeddings >= 1024 == draft.max_position_embeddings
 
 
 def test_weights_are_stored_in_bfloat16_and_shapes_are_the_configs():
@@ -60,8 +50,9 @@ def test_weights_are_stored_in_bfloat16_and_shapes_are_the_configs():
         train_lm.validate(config)
 
 
-def test_draft_and_target_share_one_vocabulary(models):
+def test_the_draft_is_small_and_shares_the_targets_vocabulary(models):
     target, draft = models.values()
+    assert draft.num_params < 0.1 * target.num_params
     assert target.tokenizer.has_same_vocab(draft.tokenizer)
     assert target.tokenizer.vocab_size == target.config.vocab_size == 2048
     assert target.stop_tokens == draft.stop_tokens == (0,)
