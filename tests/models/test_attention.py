@@ -14,7 +14,6 @@ from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding.loop import prefill_target
 from spec_jax.drafters.loaded import head_of
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_draft, load_model
 from spec_jax.models import attention, transformer
 from spec_jax.models.attention import (
@@ -309,15 +308,6 @@ def test_the_memory_of_a_chunk_in_blocks_does_not_grow_with_the_slots(monkeypatc
     assert many < 1.1 * few
     few, many = (temporaries(n, plain(scan_layers=True)) for n in (1024, 4096))
     assert many > 2 * few
-
-
-def test_an_attention_that_there_is_not_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="attention 'flash' is not supported; known: auto, xla"):
-        load_model("zoo/target", attention="flash")
-    target = load_model("zoo/target")
-    for name in ("zoo/draft", "zoo/eagle3"):
-        with pytest.raises(ConfigError, match="attention 'flash' is not supported; known: auto"):
-            load_draft(name, target, attention="flash")
 
 
 @pytest.mark.representatives("zoo/eagle3")
