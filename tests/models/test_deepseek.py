@@ -90,8 +90,9 @@ def test_float8_blocks_are_multiplied_by_their_scales(published, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, target.params, plain.params)
     on_mesh = load("quantised", mesh="data:2,tensor:2")
     jax.tree.map(np.testing.assert_array_equal, on_mesh.params, plain.params)
-    module = lambda at: spec_jax.load_mtp(tmp_path / at, target).params
-    jax.tree.map(np.testing.assert_array_equal, module("quantised"), module("plain"))
+    module = lambda at, **options: spec_jax.load_mtp(tmp_path / at, target, **options).params
+    for options in ({}, {"mesh": "data:2,tensor:2"}):
+        jax.tree.map(np.testing.assert_array_equal, module("quantised", **options), module("plain"))
     found = inspect(tmp_path / "quantised")
     assert found.refused is None and found.num_params == inspect(tmp_path / "plain").num_params
     assert not any("scale_inv" in note for note in found.notes)

@@ -32,16 +32,10 @@ NO_SIZES = (10**12, 10**400, *NO_LENGTHS)
 NO_FLAGS = ("no", "false", 2, 1.0, [True])
 NO_NUMBERS = (math.nan, math.inf, -1, True, "1e-5", 10**400, [1])
 DEEP = "[" * 100_000 + "]" * 100_000
+LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size")
+LLAMA_SIZES += ("head_dim", "num_attention_heads", "num_key_value_heads")
 SIZES = {
-    "llama": (
-        "num_hidden_layers",
-        "hidden_size",
-        "vocab_size",
-        "intermediate_size",
-        "head_dim",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
+    "llama": LLAMA_SIZES,
     "mamba2": ("num_hidden_layers", "num_heads", "state_size", "n_groups", "conv_kernel"),
     "bamba": ("num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
     "deepseek_v3": ("n_routed_experts", "num_experts_per_tok", "n_group", "kv_lora_rank"),
@@ -137,13 +131,27 @@ def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path):
         assert type(config.attention_bias) is type(config.rope.truncate) is bool
 
 
-def test_a_method_of_quantisation_is_shown_cut(tmp_path):
-    for method in ("x" * 10**6, ["x" * 10**6]):
-        hf = LLAMA.to_hf() | {"quantization_config": {"quant_method": method}}
-        (tmp_path / "config.json").write_text(json.dumps(hf))
-        with pytest.raises(ConfigError, match=r"quantised by .*xxx\.\.\. are not read") as caught:
-            read_config(tmp_path)
+LONG = "x" * 10**6
+HOSTILE = {  # of a model that is saved: what its config states, and what is said of it
+    "a long name": (dict(quantization_config={"quant_method": LONG}), r"by .*xxx\.\.\. are not"),
+    "a long list": (dict(quantization_config={"quant_method": [LONG]}), r"xxx\.\.\. are not"),
+    "layers": (dict(num_hidden_layers=10**9), r"config\.json: num_hidden_layers is 1000000000"),
+    "more layers": (dict(num_hidden_layers=9999), r"is 9999, but the weights hold \d+ tensors"),
+    "ids": (dict(vocab_size=10**9), r"asks for \[1000000000, 16\] \(vocab_size is 1000000000\)"),
+    "heads": (dict(num_attention_heads=10**9), "heads is 1000000000, times head_dim 4"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_model_that_is_not_there_is_refused_before_any_is_declared(tmp_path, name):
+    changes, words = HOSTILE[name]
+    for config in (LLAMA, BAMBA) if "layers" in name else (LLAMA,):
+        save_pretrained(tmp_path, random_weights(config), config)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_hf() | changes))
+        with pytest.raises(SpecJaxError, match=words) as caught:
+            load_pretrained(tmp_path)
         assert len(str(caught.value)) < 600
+        assert "layers" not in name or re.search(words, inspect(tmp_path).refused)
 
 
 def test_an_absent_key_is_named_after_its_file(tmp_path):
@@ -152,51 +160,20 @@ def test_an_absent_key_is_named_after_its_file(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bamba"])
-def test_layers_that_are_not_there_are_refused_before_any_is_declared(tmp_path, kind):
-    write_config(tmp_path, kind, "num_hidden_layers", 10**9)
-    with pytest.raises(ConfigError, match=r"config\.json: num_hidden_layers is 1000000000"):
-        read_config(tmp_path)
-    save_pretrained(tmp_path, random_weights(BASES[kind]), BASES[kind])
-    write_config(tmp_path, kind, "num_hidden_layers", 9999)
-    message = r"config\.json: num_hidden_layers is 9999, but the weights hold \d+ tensors"
-    with pytest.raises(WeightsError, match=message):
-        load_pretrained(tmp_path)
-    assert "num_hidden_layers is 9999" in inspect(tmp_path).refused
-
-
-def test_a_shape_names_the_keys_that_ask_for_it(tmp_path):
-    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
-    for key, origin in {
-        "vocab_size": r"asks for \[1000000000, 16\] \(vocab_size is 1000000000\)",
-        "num_attention_heads": r"num_attention_heads is 1000000000, times head_dim 4",
-    }.items():
-        hf = {**LLAMA.to_hf(), key: 10**9}
-        (tmp_path / "config.json").write_text(json.dumps(hf))
-        with pytest.raises(WeightsError, match=origin):
-            load_pretrained(tmp_path)
+HEAD_VALUES = {"num_hidden_layers": 10**9, "num_attention_heads": 0, "rms_norm_eps": math.nan}
+HEAD_VALUES |= {"rope_theta": -1.0, "attention_bias": "no", "intermediate_size": 2.5}
+HEAD_VALUES |= {"eos_token_id": [2, "3"], "max_position_embeddings": -1}
 
 
 @pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "specforge", "speculators"])
 def test_a_head_of_impossible_sizes_is_refused(tmp_path, name):
-    for key, value in [
-        ("num_hidden_layers", 10**9),
-        ("num_attention_heads", 0),
-        ("rms_norm_eps", math.nan),
-        ("rope_theta", -1.0),
-        ("attention_bias", "no"),
-        ("intermediate_size", 2.5),
-        ("eos_token_id", [2, "3"]),
-        ("max_position_embeddings", -1),
-    ]:
-        is_inner = name == "speculators"
+    for key, value in HEAD_VALUES.items():
         write_head(tmp_path, name)
         hf = json.loads((tmp_path / "config.json").read_text())
-        (hf["transformer_layer_config"] if is_inner else hf)[key] = value
+        (hf["transformer_layer_config"] if name == "speculators" else hf)[key] = value
         hf.pop("rope_parameters", None)
         (tmp_path / "config.json").write_text(json.dumps(hf))
-        message = rf"config\.json: .*{key}.* {re.escape(repr(value))}"
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=rf"config\.json: .*{key}.* {re.escape(repr(value))}"):
             read_head(tmp_path, TARGET)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import pytest
-from safetensors.numpy import load_file, save_file
 from support.tiny_models import LLAMA, random_weights
 
 import spec_jax
@@ -44,13 +43,12 @@ FILES = [
 
 
 @pytest.mark.parametrize(("file", "message"), FILES)
-@pytest.mark.parametrize("has_config", [True, False])
-def test_files_of_other_layouts_are_told_apart(tmp_path, model, file, message, has_config):
+def test_files_of_other_layouts_are_told_apart(tmp_path, model, file, message):
     (tmp_path / file).write_bytes(b"")
-    if has_config:
+    for _ in range(2):  # without config.json, and with one
+        with pytest.raises(WeightsError, match=message):
+            spec_jax.load_model(tmp_path)
         (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    with pytest.raises(WeightsError, match=message):
-        spec_jax.load_model(tmp_path)
 
 
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path, model):
@@ -77,13 +75,3 @@ def test_a_model_that_is_loaded_as_a_head_says_what_it_is(tmp_path, model, targe
         spec_jax.load_mtp(model, target)
     with pytest.raises(WeightsError, match="fc.weight is missing.*load_draft detects"):
         spec_jax.load_head(head_of(target, tmp_path, "mtp"), target)
-
-
-def test_a_damaged_model_is_still_named_by_its_tensor(tmp_path, model):
-    """What is wrong with a model is not taken for a draft."""
-    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    tensors = load_file(model / SINGLE)
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / SINGLE)
-    with pytest.raises(WeightsError, match=r"tensor model\.norm\.weight is missing"):
-        spec_jax.load_model(tmp_path)
