@@ -263,6 +263,12 @@ MUTATIONS = mutants.read("""
     padding is drafted
         vocabulary.aligned: jnp.where(x_, logits, -jnp.inf) -> logits
         test_padding_is_not_drafted_by_a_model_without_a_tokenizer
+    an unfinished character is settled
+        Tokenizer.settled_after: text.removesuffix(x_) -> text
+        test_what_is_settled_begins_every_later_text[bytes alone]
+    a run of bytes is settled before its end
+        Tokenizer.settled_after: ids[: x_] -> ids
+        test_what_is_settled_begins_every_later_text[byte fallback]
     a conversation has two starts
         Encoder.prompt: f_(text, add_special_tokens=False) -> f_(text)
         test_a_conversation_is_the_templates_text_without_a_second_start

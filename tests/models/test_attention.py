@@ -60,24 +60,27 @@ def assert_reads_the_prefix_alone(mask):
         assert np.isnan(over_all(q, k, v, mask)).any()
 
 
-@pytest.mark.parametrize("T", [2, 5])
-def test_a_window_reads_the_shortest_prefix_that_holds_it(T):
-    for edge in EDGES:
-        assert_reads_the_prefix_alone(chains([edge - T], T))
+def tree(edge):
+    """A root whose children see nothing of each other, of which the last is before the edge."""
+    mask = np.broadcast_to(np.arange(S) < (edge - 4), (1, 4, S)).copy()
+    mask[0, :, edge - 4 : edge] = np.eye(4, dtype=bool)
+    mask[0, :, edge - 4] = True
+    return mask
 
 
-@pytest.mark.parametrize("edge", EDGES[:6] + [S])
-def test_the_longest_row_decides_for_ragged_rows(edge):
-    assert_reads_the_prefix_alone(chains([3, edge - 3, 40], 3))
+MASKS = {
+    "two tokens": (lambda edge: chains([edge - 2], 2), EDGES),
+    "five tokens": (lambda edge: chains([edge - 5], 5), EDGES),
+    "ragged rows": (lambda edge: chains([3, edge - 3, 40], 3), EDGES[:6] + [S]),
+    "tree": (tree, EDGES[:6] + [S]),
+}
 
 
-def test_a_tree_reads_up_to_its_last_node():
-    for edge in EDGES[:6] + [S]:
-        mask = np.arange(S) < (edge - 4)
-        mask = np.broadcast_to(mask, (1, 4, S)).copy()
-        mask[0, :, edge - 4 : edge] = np.eye(4, dtype=bool)
-        mask[0, :, edge - 4] = True
-        assert_reads_the_prefix_alone(mask)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_window_reads_the_shortest_prefix_that_holds_its_last_token(name):
+    mask, edges = MASKS[name]
+    for edge in edges:
+        assert_reads_the_prefix_alone(mask(edge))
 
 
 def test_a_layer_of_a_stack_is_read_whole():
@@ -122,26 +125,6 @@ def test_there_is_a_choice_of_prefixes_on_a_cpu_alone(T, slots, platform, num_pr
     traced = jax.jit(attend_prefix).trace(*inputs(mask), mask)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("dot_general") == 2 * num_prefixes  # scores and values
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tree", [None, (2, 2)], ids=["chain", "tree"])
-def test_decoding_across_prefixes_emits_the_plain_tokens(tree):
-    """Rows at different lengths, over half of the cache's prefixes."""
-    params = random_weights(LLAMA)
-    draw = np.random.RandomState(0).standard_normal
-    noisy = jax.tree.map(lambda w: w * (1 + 0.1 * draw(w.shape).astype(np.float32)), params)
-    model = transformer.model(LLAMA)
-    target, draft = (LoadedModel("tiny", model, p, config=LLAMA) for p in (params, noisy))
-    options = dict(tree=tree, rejection_sampling_strategy="greedy")
-    config = SpeculativeConfig(num_speculative_tokens=4 if tree is None else 6, **options)
-    prompts = [[1, 2, 3], [*range(30)] * 3]
-    fast = SpeculativeDecoder(target, draft, config).generate(prompts, 320)
-    slow = SpeculativeDecoder(target).generate(prompts, 320)
-    for one, other in zip(fast, slow):
-        assert len(one.tokens) == 320
-        assert list(one.tokens) == list(other.tokens)
-        assert 0 < one.stats.accepted < one.stats.drafted
 
 
 BLOCK, SLOTS = 8, 37  # the last block overlaps the one before it
@@ -253,13 +236,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
 
 
-def in_blocks(**changes):
-    config = dataclasses.replace(LLAMA, attention="xla", **changes)
-    return LoadedModel("tiny", transformer.model(config), random_weights(config), config=config)
-
-
-def plain(**changes):
-    config = dataclasses.replace(LLAMA, **changes)
+def tiny(attention="xla", **changes):
+    config = dataclasses.replace(LLAMA, attention=attention, **changes)
     return LoadedModel("tiny", transformer.model(config), random_weights(config), config=config)
 
 
@@ -283,10 +261,10 @@ def test_decoding_in_blocks_emits_the_plain_tokens(name, small_blocks):
     changes = dict(scan_layers=where is not None)
     options = dict(tree=tree, rejection_sampling_strategy="greedy")
     config = SpeculativeConfig(num_speculative_tokens=2 if tree is None else 6, **options)
-    draft = (in_blocks(**changes), config) if has_draft else ()
+    draft = (tiny(**changes), config) if has_draft else ()
     devices = {} if where is None else {"mesh": mesh(where)}
-    blocks = SpeculativeDecoder(in_blocks(**changes), *draft, prefill_chunk=7, **devices)
-    whole = SpeculativeDecoder(plain(**changes)).generate(PROMPTS, 20)
+    blocks = SpeculativeDecoder(tiny(**changes), *draft, prefill_chunk=7, **devices)
+    whole = SpeculativeDecoder(tiny("auto", **changes)).generate(PROMPTS, 20)
     for one, other in zip(blocks.generate(PROMPTS, 20), whole):
         assert list(one.tokens) == list(other.tokens)
         assert (one.stats.accepted > 0) == has_draft
@@ -304,9 +282,9 @@ def test_the_memory_of_a_chunk_in_blocks_does_not_grow_with_the_slots(monkeypatc
         memory = prefill_target.lower(params, tokens, lengths, **options).compile()
         return memory.memory_analysis().temp_size_in_bytes
 
-    few, many = (temporaries(n, in_blocks(scan_layers=True)) for n in (1024, 4096))
+    few, many = (temporaries(n, tiny(scan_layers=True)) for n in (1024, 4096))
     assert many < 1.1 * few
-    few, many = (temporaries(n, plain(scan_layers=True)) for n in (1024, 4096))
+    few, many = (temporaries(n, tiny("auto", scan_layers=True)) for n in (1024, 4096))
     assert many > 2 * few
 
 

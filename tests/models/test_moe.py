@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import types
 
@@ -145,15 +144,6 @@ def test_gradients_are_those_of_all_experts():
     found = jax.grad(chosen, argnums=(0, 1, 2))(experts, x, weights)
     wanted = jax.grad(everything, argnums=(0, 1, 2))(experts, x, weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
-
-
-def test_no_copy_of_all_experts_is_made():
-    """The program has their stacks as arguments and in the loop's state, and never computes one."""
-    experts, x, weights = jax.tree.map(jnp.asarray, draw(2))
-    program = jax.jit(functools.partial(mix, num_chosen=2)).lower(experts, x, weights).compile()
-    made = re.findall(r"= f32\[16,(?:12,20|20,12)\]\S* ([\w-]+)\(", program.as_text())
-    assert made and set(made) <= {"parameter", "get-tuple-element"}, made
-    assert program.memory_analysis().temp_size_in_bytes < 8 * D * F * 4  # of one expert, and rows
 
 
 def on_mesh(name, function, *args, rules=sharding.SHARDED):

@@ -35,36 +35,32 @@ def test_a_write_touches_its_slot_alone_unless_it_is_known_to_rewrite(dtype):
     assert (cost["bytes accessed"] > whole / 2) == is_rewritten(dtype, "cpu")
 
 
-@pytest.mark.parametrize("is_old", [False, True], ids=["new jax", "old jax"])
 @pytest.mark.parametrize("is_head", [False, True], ids=["model", "head"])
 @pytest.mark.parametrize("dtypes", NAMES, ids=lambda pair: NAMES[pair] or "none")
-def test_rewritten_caches_are_named_with_the_remedy(dtypes, is_head, is_old, monkeypatch):
-    version = (0, 10, 2) if is_old else (0, 11, 2)
-    known = functools.partial(is_rewritten, version=version)
-    monkeypatch.setattr("spec_jax.models.caches.rewriting.is_rewritten", known)
-    model, head = random_weights(LLAMA), head_of(CONFIGS["eagle-3"])
-    target, draft, head = (
-        jax.tree.map(lambda x: x.astype(DTYPES[i]) if x.dtype == jnp.float32 else x, params)
-        for params, i in zip((model, model, head), (*dtypes, dtypes[1]))
+def test_rewritten_caches_are_named_with_the_remedy(dtypes, is_head, monkeypatch):
+    """Where jax is known to rewrite them, and nowhere else."""
+    cast = lambda params, i: jax.tree.map(
+        lambda x: x.astype(DTYPES[i]) if x.dtype == jnp.float32 else x, params
     )
+    model = transformer.model(LLAMA)
     target, draft = (
-        LoadedModel("a model", transformer.model(LLAMA), params, None, LLAMA)
-        for params in (target, draft)
+        LoadedModel("a model", model, cast(random_weights(LLAMA), i), None, LLAMA) for i in dtypes
     )
     if is_head:
-        draft = LoadedHead("a head", CONFIGS["eagle-3"], head)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        SpeculativeDecoder(target, draft)
-    messages = [str(warning.message) for warning in caught]
-    if is_old and any(dtypes):
-        name = NAMES[dtypes]
-        assert len(messages) == 1 and f"bfloat16 cache, here of {name}, whenever" in messages[0]
-        assert f"load {name} in float32, or install jax 0.11.2 or newer" in messages[0]
-        assert caught[0].filename == __file__  # points at who makes the decoder
-    else:
-        assert messages == []
-    assert not is_rewritten(jnp.bfloat16, "tpu", version)
+        config = CONFIGS["eagle-3"]
+        draft = LoadedHead("a head", config, cast(head_of(config), dtypes[1]))
+    for version in ((0, 10, 2), (0, 11, 2)):
+        known = functools.partial(is_rewritten, version=version)
+        monkeypatch.setattr("spec_jax.models.caches.rewriting.is_rewritten", known)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            SpeculativeDecoder(target, draft)
+        assert len(caught) == (version < (0, 11) and any(dtypes))
+        for warning in caught:
+            name = f"load {NAMES[dtypes]} in float32, or install jax 0.11.2 or newer"
+            assert name in str(warning.message)
+            assert warning.filename == __file__  # points at who makes the decoder
+        assert not is_rewritten(jnp.bfloat16, "tpu", version)
 
 
 @pytest.mark.measure
