@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from support.tiny_models import GLM4_MOE, LLAMA, random_weights
+from support.tiny_models import LLAMA, random_weights
 
 from configs import decode_default, evaluate_zoo, regenerate_zoo
 from experiments.overlap import make_sides
 from experiments.regenerate import load_decoder
-from experiments.run import report
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, meshes, sharding
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
-from spec_jax.models.params import placement
 from spec_jax.models.specs import ParamSpec
 from spec_jax.overlap import overlap
 from spec_jax.overlap.overlap import mesh_of_side
@@ -34,64 +30,48 @@ def one_device(names=meshes.MESH_AXES, kind=AxisType.Auto):
     return Mesh(grid, names, axis_types=(kind,) * len(names))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("rows:2", r"mesh is 'rows:2'; expected positive sizes of data and tensor"),
-        ("data:0", r"mesh is 'data:0'; expected positive sizes"),
-        ("data:1,data:1", r"mesh is 'data:1,data:1'; expected"),
-        ("data:two", r"mesh is 'data:two'; expected"),
-        ("", r"mesh is ''; expected"),
-        ((2, 4), r"mesh is \(2, 4\); expected a Mesh, which make_mesh makes, or text such as"),
-        (TOO_MANY, r"needs \d+ devices; jax sees \d+ \(cpu\); .*device_count=\d+ before Python"),
-        (one_device(("x", "tensor")), r"axes 'x', 'tensor'; expected data and tensor"),
-        (one_device(kind=AxisType.Explicit), r"expected AxisType.Auto for each"),
-    ],
-    ids=["axis", "zero", "twice", "word", "empty", "tuple", "too many", "names", "explicit"],
-)
-def test_a_mesh_that_cannot_be_is_named(mesh, message):
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(TARGET, mesh=mesh)
+def options_of(experiment, **values):
+    config = experiment.get_config()
+    config.update(values)
+    return config, MeshOptions.of(config)
 
 
-def test_sizes_by_name_are_checked_as_text_is():
-    assert meshes.make_mesh({"tensor": 1}).shape == {"data": 1, "tensor": 1}
-    with pytest.raises(ConfigError, match="mesh is 'rows:2'"):
-        meshes.make_mesh({"rows": 2})
+def decode(**options):
+    return SpeculativeDecoder(TARGET, None, SpeculativeConfig("ngram", 2), **options)
 
 
-OPTIONS = [
-    ({"is_draft_replicated": True}, "is_draft_replicated is set, and there is no mesh"),
-    (
-        {"is_draft_replicated": True, "mesh": one_device()},
-        "is_draft_replicated is set, and there is no draft",
+TWICE = overlap.Devices(*jax.devices()[:1] * 2)
+ALONE = {"is_draft_replicated": True}
+REFUSED = {
+    "axis": (lambda: decode(mesh="rows:2"), "'rows:2'; expected positive sizes of data and tensor"),
+    "zero": (lambda: decode(mesh="data:0"), r"mesh is 'data:0'; expected positive sizes"),
+    "twice": (lambda: decode(mesh="data:1,data:1"), r"mesh is 'data:1,data:1'; expected"),
+    "word": (lambda: decode(mesh="data:two"), r"mesh is 'data:two'; expected"),
+    "empty": (lambda: decode(mesh=""), r"mesh is ''; expected"),
+    "tuple": (lambda: decode(mesh=(2, 4)), r"is \(2, 4\); expected a Mesh, which make_mesh makes"),
+    "too many": (lambda: decode(mesh=TOO_MANY), r"jax sees \d+ \(cpu\); .*device_count=\d+ before"),
+    "names": (lambda: decode(mesh=one_device(("x", "tensor"))), "'x', 'tensor'; expected data and"),
+    "explicit": (lambda: decode(mesh=one_device(kind=AxisType.Explicit)), "AxisType.Auto for each"),
+    "sizes": (lambda: meshes.make_mesh({"rows": 2}), "mesh is 'rows:2'"),
+    "no mesh": (lambda: decode(**ALONE), "is_draft_replicated is set, and there is no mesh"),
+    "no draft": (lambda: decode(**ALONE, mesh=one_device()), "is set, and there is no draft"),
+    "both": (lambda: decode(devices=TWICE, mesh=one_device()), "devices and mesh are both given"),
+    "of a side": (lambda: make_sides("rows:1", ""), "mesh is 'rows:1'"),
+    "of both sides": (lambda: make_sides("", TOO_MANY), r"have \d+ and 1 devices; jax sees"),
+    "experiment": (lambda: options_of(decode_default, **ALONE), "expected a mesh too"),
+    "its size": (lambda: options_of(evaluate_zoo, **ALONE, mesh=TOO_MANY), "jax sees"),
+    "its draft": (
+        lambda: load_decoder(*options_of(regenerate_zoo, **ALONE, mesh="data:1")),
+        "expected a draft model or a head too",
     ),
-    (
-        {"devices": overlap.Devices(*jax.devices()[:1] * 2), "mesh": one_device()},
-        "devices and mesh are both given.*a mesh for each side",
-    ),
-]
+}
 
 
-@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=["no mesh", "no draft", "overlap"])
-def test_options_that_need_others_are_refused(options, message):
-    config = SpeculativeConfig("ngram", 2)
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(TARGET, None, config, **options)
-
-
-def test_heads_that_the_mesh_does_not_divide_are_refused_with_a_size_that_does():
-    counts = {"heads": 12, "kv_heads": 4}
-    mesh = AbstractMesh((1, 8), meshes.MESH_AXES)
-    message = "tiny has 12 heads, which the mesh axis tensor:8 does not divide; .* 3, 4, 6, 12"
-    with pytest.raises(ConfigError, match=message):
-        sharding.check_divides("tiny", counts, mesh, sharding.SHARDED)
-    sharding.check_divides("tiny", counts, mesh, sharding.REPLICATED)
-    config = dataclasses.replace(GLM4_MOE, num_attention_heads=8)
-    message = "glm has 6 experts, which the mesh axis tensor:8 does not divide; .* 1, 2, 3, 6"
-    with pytest.raises(ConfigError, match=message):
-        placement("glm", config, mesh, sharding.SHARDED)
-    sharding.check_divides("tiny", {"heads": 8, "kv_heads": 4}, mesh, sharding.SHARDED)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mesh_that_cannot_be_is_named(name):
+    call, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        call()
 
 
 def test_what_a_mesh_does_not_divide_is_said():
@@ -110,48 +90,17 @@ def test_what_a_mesh_does_not_divide_is_said():
     del table["router"]
     assert sharding.kept_whole("moe", table, mesh, sharding.SHARDED, {}) == []
     assert sharding.whole_rows(4, mesh) == [] and len(sharding.whole_rows(3, mesh)) == 1
-
-
-@pytest.mark.parametrize("experiment", [decode_default, evaluate_zoo, regenerate_zoo])
-def test_experiments_refuse_before_they_load(experiment):
-    config = experiment.get_config()
-    assert MeshOptions.of(config) == (None, False)
-    config.is_draft_replicated = True
-    with pytest.raises(ConfigError, match="expected a mesh too"):
-        MeshOptions.of(config)
-    config.mesh = TOO_MANY
-    with pytest.raises(ConfigError, match="jax sees"):
-        MeshOptions.of(config)
-
-
-def test_an_experiment_without_a_draft_has_none_to_replicate():
-    config = regenerate_zoo.get_config()
-    config.update({"mesh": "data:1", "is_draft_replicated": True})
-    with pytest.raises(ConfigError, match="expected a draft model or a head too"):
-        load_decoder(config, MeshOptions.of(config))
-
-
-def test_a_report_says_the_mesh_and_what_lies_whole_on_it():
-    mesh = AbstractMesh((2, 4), meshes.MESH_AXES)
-    facts = TARGET.kept_whole(mesh)
-    known = dict(
-        axes={"data": 2, "tensor": 4}, devices=["d"] * 8, is_draft_replicated=True, kept_whole=facts
-    )
-    first, *rest = report.mesh_lines(known)
-    assert first == "mesh data:2,tensor:4 of 8 devices, drafts replicated" and rest == facts
-    assert report.mesh_lines(None) == []
     options = MeshOptions(one_device())
     assert options.facts(TARGET, batch=3)["kept_whole"] == []
     assert options.facts(TARGET)["axes"] == {"data": 1, "tensor": 1}
 
 
-def test_the_overlap_experiment_gives_each_side_devices_of_its_own():
+def test_a_mesh_may_be_left_out_or_given_by_sizes_or_by_sides():
+    for experiment in (decode_default, evaluate_zoo, regenerate_zoo):
+        assert options_of(experiment)[1] == (None, False)
+    assert meshes.make_mesh({"tensor": 1}).shape == {"data": 1, "tensor": 1}
     assert not make_sides("", "").shared
     assert mesh_of_side(make_sides("", "data:1").target).shape == {"data": 1, "tensor": 1}
-    with pytest.raises(ConfigError, match=r"have \d+ and 1 devices; jax sees"):
-        make_sides("", TOO_MANY)
-    with pytest.raises(ConfigError, match="mesh is 'rows:1'"):
-        make_sides("rows:1", "")
 
 
 def test_a_target_that_was_put_on_a_mesh_is_decoded_there():

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import decode_worker
-from support.files import tiny_config, tokenizer_of, write_lines
+from support.files import held_out, tiny_config, tokenizer_of, write_lines
 from support.launched import begin, run
 from support.tiny_models import random_weights
 
-from configs import regenerate_zoo
+from configs import evaluate_zoo, regenerate_zoo
 from experiments import launch
+from experiments.evaluate import evaluate
 from experiments.regenerate import regenerate
 from experiments.run import inputs
 from spec_jax import processes
@@ -64,38 +66,63 @@ def test_two_processes_decode_what_one_device_decodes(tmp_path):
     assert [reason for reason, _ in first["cancelled"]].count("cancelled") == 1
 
 
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    """Options of experiments: a target, a draft and prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    (text,) = held_out(1)
+    tokenizer = tokenizer_of([text])
+    config = tiny_config(max_position_embeddings=64, eos_token_id=tuple(range(5, 30)))
+    weights = random_weights(config)
+    near = jax.tree.map(lambda w, noise: w + 0.2 * noise, weights, random_weights(config, 1))
+    for name, params in (("target", weights), ("draft", near)):
+        checkpoint.save_pretrained(folder / name, params, config, tokenizer)
+    prompts = ({"prompt": text[i : i + 12]} for i in (0, 40, 90, 200))
+    write_lines(folder / "prompts.jsonl", prompts)
+    names = {"target": "target", "draft": "draft", "prompts": "prompts.jsonl"}
+    return {name: str(folder / file) for name, file in names.items()} | dict(max_new_tokens=8)
+
+
+def run_two(module, values, folder):
+    """The report that two processes write, and what they print; a tuple is written with commas."""
+    text = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
+    options = [f"--config.{name}={text(value)}" for name, value in values.items()]
+    options += ["--config.mesh=data:2,tensor:2", f"--workdir={folder}"]
+    code, output = run(2, 2, module, *options)
+    assert code == 0, output
+    return json.loads((folder / "report.json").read_text(encoding="utf-8")), output
+
+
 @pytest.mark.exhaustive
-def test_two_processes_regenerate_the_lines_of_one_device(tmp_path):
-    text = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"]
-    tokenizer = tokenizer_of(text * 20, 280)
-    options = dict(max_position_embeddings=64, eos_token_id=tuple(range(5, 30)))
-    config = tiny_config(vocab_size=288, num_attention_heads=4, **options)
-    for seed, name in enumerate(("target", "draft")):
-        weights = random_weights(config, seed)
-        checkpoint.save_pretrained(tmp_path / name, weights, config, tokenizer)
-    prompts = [f"def f{i}(x): return {i}" for i in range(7)]
-    write_lines(tmp_path / "prompts.jsonl", ({"prompt": prompt} for prompt in prompts))
-    values = dict(target=str(tmp_path / "target"), draft=str(tmp_path / "draft"), num_prompts=0)
-    values |= dict(prompts=str(tmp_path / "prompts.jsonl"), max_prompt_tokens=32, batch=4)
-    values |= dict(max_new_tokens=8, log_every_s=0, temperatures=(1.0,))
+def test_two_processes_regenerate_the_lines_of_one_device(values, tmp_path):
+    values = values | dict(num_prompts=0, max_prompt_tokens=32, batch=4, log_every_s=0)
+    values["temperatures"] = (1.0,)
     alone = regenerate_zoo.get_config()
     alone.update(values)
     regenerate(alone, tmp_path / "alone")
-    flags = [f"--config.{key}={value}" for key, value in values.items() if key != "temperatures"]
-    code, output = run(
-        2,
-        2,
-        "experiments.regenerate",
-        f"--workdir={tmp_path / 'two'}",
-        *flags,
-        "--config.mesh=data:2,tensor:2",
-        "--config.temperatures=1.0",
-    )
-    assert code == 0, output
+    report, output = run_two("experiments.regenerate", values, tmp_path / "two")
     read = lambda name: sorted((tmp_path / name / "responses.jsonl").read_text().splitlines())
-    assert read("two") == read("alone") and len(read("two")) == len(prompts)
-    assert json.loads((tmp_path / "two" / "report.json").read_text())["responses"] == len(prompts)
-    assert "[0] 7 responses" in output and "[1] 7 responses" not in output
+    assert read("two") == read("alone") and len(read("two")) == report["responses"] == 4
+    assert "[0] 4 responses" in output and "[1] 4 responses" not in output
+
+
+COUNTS = ("emitted", "first", "accepted", "corrected", "bonus", "drafted", "rounds")
+
+
+@pytest.mark.exhaustive
+def test_two_processes_evaluate_as_one_device_does(values, tmp_path):
+    """``experiments.decode`` is the same experiment with other values."""
+    values = dict(target=values["target"], drafts=values["draft"], data=values["prompts"])
+    values |= dict(num_prompts=4, batches=(4,), max_new_tokens=8, ks=(2,), repeats=1)
+    two = run_two("experiments.evaluate", values, tmp_path / "two")[0]["results"]
+    config = evaluate_zoo.get_config()
+    config.update(values)
+    one = evaluate(config, tmp_path / "one")["results"]
+    counts = lambda results: [[row[name] for name in COUNTS] for row in results]
+    assert counts(two) == counts(one)
+    assert [row["identical_to_plain"] for row in two] == [True, True]
+    assert two[1]["tau"] == pytest.approx(one[1]["tau"]) and two[1]["accepted"] > 0
+    assert two[1]["tau_interval"] == pytest.approx(one[1]["tau_interval"])
 
 
 @pytest.mark.exhaustive

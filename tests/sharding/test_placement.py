@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import sharded
+from support.tiny_models import GLM4_MOE
 
 from spec_jax import SpeculativeDecoder, load_draft, load_model
 from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.meshes import make_mesh, to_mesh, use_mesh
 from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.params import placement
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import (
     FULLY_SHARDED,
@@ -62,15 +66,19 @@ def test_a_snapshot_has_each_head_once_and_moves_between_meshes():
         jax.tree.map(np.testing.assert_array_equal, snapshot, first)
 
 
-def test_a_mesh_that_does_not_fit_the_heads_is_refused():
-    counts, mesh = {"heads": 24, "kv_heads": 3}, make_mesh("tensor:8")
-    with pytest.raises(ConfigError, match="3 key-value heads, which the mesh axis tensor:8 nei"):
-        check_divides("a model", counts, mesh, SHARDED)
-    check_divides("a model", counts, mesh, REPLICATED)
-    check_divides("a model", {"heads": 24, "kv_heads": 4}, mesh, SHARDED)
-    check_divides("a model", {"heads": 24, "kv_heads": 24}, mesh, SHARDED)
-    with pytest.raises(ConfigError, match="12 heads, which the mesh axis tensor:8 does not divide"):
-        check_divides("a model", {"heads": 12, "kv_heads": 4}, mesh, SHARDED)
+def test_what_a_mesh_does_not_divide_is_refused_with_a_size_that_does():
+    over, of_experts = make_mesh("tensor:8"), dataclasses.replace(GLM4_MOE, num_attention_heads=8)
+    for counts, words in (
+        ({"heads": 12, "kv_heads": 4}, "12 heads, .* tensor:8 does not divide; .* 3, 4, 6, 12"),
+        ({"heads": 24, "kv_heads": 3}, "3 key-value heads, which the mesh axis tensor:8 nei"),
+    ):
+        with pytest.raises(ConfigError, match=f"a model has {words}"):
+            check_divides("a model", counts, over, SHARDED)
+        check_divides("a model", counts, over, REPLICATED)
+    for kv_heads in (4, 24):
+        check_divides("a model", {"heads": 24, "kv_heads": kv_heads}, over, SHARDED)
+    with pytest.raises(ConfigError, match="glm has 6 experts, .* does not divide; .* 1, 2, 3, 6"):
+        placement("glm", of_experts, over, SHARDED)
 
 
 @pytest.mark.exhaustive
