@@ -241,17 +241,10 @@ def test_rows_that_are_taken_are_those_in_their_order(scan_layers, on):
         for rows in ([2], [3, 0, 0]):
             taken = take_rows({"cache": cache, "is_odd": cache.length % 2 == 1}, jnp.asarray(rows))
             for name in ("keys", "values"):
-                np.testing.assert_array_equal(
-                    by_row(taken["cache"], name), by_row(cache, name)[:, rows]
-                )
+                expected = stacked(cache, name)[:, rows]
+                np.testing.assert_array_equal(stacked(taken["cache"], name), expected)
             np.testing.assert_array_equal(taken["cache"].length, np.array(cache.length)[rows])
             np.testing.assert_array_equal(taken["is_odd"], np.array(cache.length)[rows] % 2 == 1)
-
-
-def by_row(cache, name):
-    """f32[L,B,G,S,H], however the cache holds it."""
-    x = np.stack([np.asarray(x) for x in getattr(cache, name)])
-    return x.reshape(len(x), len(cache.length), -1, *x.shape[-2:])
 
 
 def small_cache(dtype="float32", batch=2, layers=2, slots=6, scan_layers=False):

@@ -92,18 +92,6 @@ def test_a_file_where_a_directory_is_saved_is_named(tmp_path, inside):
             save()
 
 
-def test_layers_load_stacked_and_save_the_same_files(llama, tmp_path):
-    stacked, config = load_pretrained(llama, scan_layers=True)
-    assert config == dataclasses.replace(LLAMA, scan_layers=True)
-    expected = random_weights(LLAMA)["layers"]
-    together = jax.tree.map(lambda *x: jnp.stack(x), *expected.values())
-    assert_same(stacked["layers"], {"0:2": together})
-    save_pretrained(tmp_path / "again", stacked, config)
-    before, after = load_file(llama / SINGLE), load_file(tmp_path / "again" / SINGLE)
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-
-
 def test_layers_are_stacked_on_tpus_by_default(llama, monkeypatch):
     for platform in ("cpu", "gpu", "tpu"):
         monkeypatch.setattr(jax, "default_backend", lambda: platform)  # noqa: B023

@@ -1,4 +1,4 @@
-"""Families with experts, states or latents: directories as published, their text and sizes."""
+"""Families with experts, states or latents: directories as published, and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import published_configs as published
-from support.accept_counts import check_every_count
 from support.mtp_modules import fused, modules_of, write_with_modules
 from support.tiny_models import (
     BAMBA,
@@ -27,7 +26,6 @@ from support.tiny_models import (
 )
 
 import spec_jax
-from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import WeightsError
@@ -37,7 +35,7 @@ from spec_jax.models.config import RopeConfig
 from spec_jax.models.families import family_of, family_of_type, layer_kinds, module_layer
 from spec_jax.models.params import num_params
 
-SINGLE, PROMPT = "model.safetensors", [3, 1, 4, 1, 5]
+SINGLE = "model.safetensors"
 YARN = dict(factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.2)
 FAMILIES = {
     "deepseek": dataclasses.replace(
@@ -97,26 +95,13 @@ def test_a_directory_as_published_loads_with_its_module_and_is_inspected(directo
     assert any("it holds MTP modules" in note for note in found.notes) is (modules is not None)
     if modules is not None:
         assert found.facts["MTP modules"] == 1
-        module = spec_jax.load_draft(at, target)
+        module = spec_jax.load_draft(os.path.relpath(at), target)  # the same directory
         assert module.method == "mtp" and module.config == modules
         jax.tree.map(np.testing.assert_array_equal, module.params, weights)
     save_pretrained(tmp_path, target.params, target.config)  # the model alone
     assert spec_jax.load_model(tmp_path).config == config
     with pytest.raises(WeightsError, match="no MTP module"):
         spec_jax.load_mtp(tmp_path, target)
-
-
-@pytest.mark.exhaustive
-def test_text_is_plain_text_for_every_accept_count_and_with_its_own_module(directory):
-    at, _, modules, _ = directory
-    target = spec_jax.load_model(at)
-    plain = check_every_count(target, PROMPT)
-    if modules is None:
-        return
-    module = spec_jax.load_draft(os.path.relpath(at), target)  # the same directory
-    greedy = SpeculativeConfig("mtp", 3, rejection_sampling_strategy="greedy")
-    drafted = SpeculativeDecoder(target, module, greedy)
-    assert list(drafted.generate(PROMPT, 64).tokens) == plain and drafted.stats.drafted > 0
 
 
 def test_weights_that_routing_reads_stay_in_float32(tmp_path):

@@ -99,36 +99,38 @@ def test_a_value_that_means_nothing_is_refused_with_its_file_key_and_value(tmp_p
             assert kind in MODULES or "config.json" in message
 
 
-def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path):
-    """JSON that other languages wrote, and other spellings of nothing."""
-    yarn = {"rope_type": "yarn", "factor": 2.0}
-    hf = LLAMA.to_hf() | {"rope_theta": 1e4, "rope_scaling": yarn | {"truncate": False}}
+YARN = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+LENGTH, NO_ROPE = "original_max_position_embeddings", {"rope_scaling": None}
+SAME = {  # what other languages write, other spellings of nothing, and what each of them means
+    "flags": (dict(tie_word_embeddings=1, attention_bias=0), dict(tie_word_embeddings=True)),
+    "no window": (dict(use_sliding_window=0), {}),
+    "a size": (dict(hidden_size=float(LLAMA.hidden_size)), {}),
+    "a length": (dict(max_position_embeddings=4096.0), dict(max_position_embeddings=4096)),
+    "a long one": (
+        NO_ROPE | dict(max_position_embeddings=10**30),
+        NO_ROPE | dict(max_position_embeddings=2**31 - 1),
+    ),
+    "of yarn": (
+        dict(rope_scaling=YARN | {LENGTH: 4096.0, "truncate": 0}),
+        dict(rope_scaling=YARN | {LENGTH: 4096}),
+    ),
+    "no scaling": (dict(rope_scaling=False, hidden_act=""), NO_ROPE),
+    "no stop token": (dict(eos_token_id=-1), dict(eos_token_id=None)),
+    "one of two": (dict(eos_token_id=[2, -1]), dict(eos_token_id=2)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path, name):
+    hf = LLAMA.to_hf() | {"rope_theta": 1e4, "rope_scaling": YARN}
     del hf["rope_parameters"]
-    sizes = {"hidden_size": float(LLAMA.hidden_size), "max_position_embeddings": 4096.0}
-    length = {"original_max_position_embeddings": 4096.0}
-    for stated, same in (
-        (
-            {"tie_word_embeddings": 1, "attention_bias": 0, "use_sliding_window": 0, **sizes},
-            {"tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 4096},
-        ),
-        (
-            {"rope_scaling": yarn | length | {"truncate": 0}},
-            {"rope_scaling": yarn | {"truncate": False, "original_max_position_embeddings": 4096}},
-        ),
-        ({"rope_scaling": False, "hidden_act": ""}, {"rope_scaling": None}),
-        ({"eos_token_id": -1}, {"eos_token_id": None}),
-        ({"eos_token_id": [2, -1]}, {"eos_token_id": 2}),
-        (
-            {"max_position_embeddings": 10**30} | (other := {"rope_scaling": None}),
-            {"max_position_embeddings": 2**31 - 1} | other,
-        ),
-    ):
+    read = []
+    for stated in SAME[name]:
         (tmp_path / "config.json").write_text(json.dumps(hf | stated))
-        config = read_config(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps(hf | same))
-        assert config == read_config(tmp_path)
-        assert type(config.hidden_size) is type(config.max_position_embeddings) is int
-        assert type(config.attention_bias) is type(config.rope.truncate) is bool
+        read.append(read_config(tmp_path))
+    assert read[0] == read[1]
+    assert type(read[0].hidden_size) is type(read[0].max_position_embeddings) is int
+    assert type(read[0].attention_bias) is type(read[0].rope.truncate) is bool
 
 
 LONG = "x" * 10**6
@@ -232,20 +234,17 @@ def test_stop_tokens_out_of_range_name_the_file_that_states_them(tmp_path):
 
 @pytest.mark.parametrize("outside", ["../{}", "{}", "a/../../{}", "..\\{}", "C:\\{}", "", "."])
 def test_an_index_names_files_of_its_own_directory(tmp_path, outside):
-    tensors = {"a": np.zeros(3, np.float32)}
-    save_file(tensors, tmp_path / "other.safetensors")
-    directory = tmp_path / "model"
+    directory, blobs = tmp_path / "model", tmp_path / "blobs"
     save_pretrained(directory, random_weights(LLAMA), LLAMA, max_shard_bytes=4000)
-    blobs = tmp_path / "blobs"
     blobs.mkdir()
     for file in directory.glob("*.safetensors"):  # as in the cache of the hub
         file.rename(blobs / file.name)
         file.symlink_to(blobs / file.name)
     load_pretrained(directory)
+    other = tmp_path / "other.safetensors"
+    save_file({"a": np.zeros(3, np.float32)}, other)
     index = json.loads((directory / INDEX).read_text())
-    where = tmp_path / "other.safetensors" if outside == "{}" else "other.safetensors"
-    name = outside.format(where)
-    index["weight_map"]["a"] = name
+    index["weight_map"]["a"] = outside.format(other if outside == "{}" else other.name)
     (directory / INDEX).write_text(json.dumps(index))
     message = rf"{INDEX}: weight_map names the file '.*expected the name of a file in the same"
     with pytest.raises(WeightsError, match=message):

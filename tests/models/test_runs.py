@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.accept_counts import check_every_count
 from support.tiny_models import BAMBA, DEEPSEEK_TARGET, LLAMA, MAMBA2, QWEN35_MOE, random_weights
 
 from spec_jax import load_model
@@ -158,19 +157,16 @@ def test_a_residual_stream_in_float32_is_one_through_the_loop():
     np.testing.assert_allclose(*logits, atol=1e-2)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["hybrid, experts", "latent, experts"])
-def test_text_of_stacked_layers_is_that_of_layers_apart(tmp_path, name):
-    """From one directory; every accept count occurs."""
-    config, prompt = MODELS[name], [3, 1, 4, 1, 5]
+def test_stacked_layers_are_read_and_written_as_layers_apart(tmp_path, name):
+    config = MODELS[name]
     save_pretrained(tmp_path / "apart", random_weights(config), config)
-    apart, stacked = (load_model(tmp_path / "apart", scan_layers=is_on) for is_on in (False, True))
+    stacked = load_model(tmp_path / "apart", scan_layers=True)
     assert stacked.config == scanned(config)
     jax.tree.map(np.testing.assert_array_equal, stacked.params, random_weights(scanned(config)))
-    assert check_every_count(stacked, prompt) == check_every_count(apart, prompt)
     save_pretrained(tmp_path / "stacked", stacked.params, stacked.config)
     for file in ("config.json", "model.safetensors"):
-        pair = [(tmp_path / name / file).read_bytes() for name in ("apart", "stacked")]
+        pair = [(tmp_path / at / file).read_bytes() for at in ("apart", "stacked")]
         assert pair[0] == pair[1]
 
 
