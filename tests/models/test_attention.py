@@ -95,17 +95,14 @@ def test_a_long_cache_has_short_prefixes():
     """Each read holds all slots seen, and a slot in the first eighth costs at most twice itself."""
     assert prefix_sizes(1024) == [128, 256, 1024]
     assert prefix_sizes(16384) == [256, 512, 1024, 2048, 4096, 16384]
-    many = 8192
-    q, k, v = (
-        jnp.asarray(np.random.RandomState(i).standard_normal(shape).astype(np.float32))
-        for i, shape in enumerate([(1, 1, N, H), (G, many, H), (G, many, H)])
-    )
+    draw, many = np.random.RandomState(0).standard_normal, 8192
+    shapes = [(1, 1, N, H), (G, many, H), (G, many, H)]
+    q, k, v = (jnp.asarray(draw(shape), jnp.float32) for shape in shapes)
     for last in (0, 255, 256, 511, 512, 1023, 2047, 2048, many - 1):
         mask = (np.arange(many) <= last)[None, None]
         read = next(n for n in prefix_sizes(many) if n > last)
         assert last < read <= max(2 * (last + 1), 256) or last >= many // 4
-        spoiled = [x.at[:, read:].set(jnp.nan) for x in (k, v)]
-        out = over_prefix(q, *spoiled, mask)
+        out = over_prefix(q, *(x.at[:, read:].set(jnp.nan) for x in (k, v)), mask)
         np.testing.assert_allclose(out, over_all(q, k, v, mask), atol=1e-5)
 
 
@@ -221,10 +218,7 @@ def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, monkeypatch):
 )
 def test_long_sequences_are_attended_over_by_a_kernel_on_a_tpu_alone(platform, kind, count):
     T = attention.MIN_SPLASH
-    q, k = (
-        jax.ShapeDtypeStruct((1, T, 4, 128), "bfloat16"),
-        jax.ShapeDtypeStruct((1, 2, T, 128), "bfloat16"),
-    )
+    q, k = (jax.ShapeDtypeStruct(x, "bfloat16") for x in ((1, T, 4, 128), (1, 2, T, 128)))
     traced = jax.jit(functools.partial(attention.causal_attention, kind=kind)).trace(q, k, k)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("tpu_custom_call") == count

@@ -35,18 +35,16 @@ K = 3
 SLOTS = 16
 KINDS = {"attention": LLAMA, "state": MAMBA2, "hybrid": BAMBA, "delta": QWEN35}
 KINDS["latent"] = dataclasses.replace(DEEPSEEK, n_routed_experts=None, intermediate_size=24)
-STATES = {name: KINDS[name] for name in ("state", "hybrid", "delta")}
-OTHERS = {name: config for name, config in KINDS.items() if name != "attention"}
 _IN_HYBRID = ("attention", "state")  # a hybrid has both, so it stands for them
 
 
-def of(kinds):
-    marks = lambda name: pytest.mark.exhaustive if name in _IN_HYBRID else ()
-    each = [pytest.param(c, id=name, marks=marks(name)) for name, c in kinds.items()]
-    return pytest.mark.parametrize("config", each)
-
-
-of_kind, of_state_kind, of_other_kind = map(of, (KINDS, STATES, OTHERS))
+of_kind = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(c, id=name, marks=pytest.mark.exhaustive if name in _IN_HYBRID else ())
+        for name, c in KINDS.items()
+    ],
+)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -192,29 +190,11 @@ def test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain(config):
     assert_same_state(config, cache, alone)
 
 
-SCANNED = dataclasses.replace(LLAMA, scan_layers=True)
-
-
-@pytest.mark.parametrize("config", [LLAMA, SCANNED], ids=["apart", "stacked"])
-def test_write_fills_the_slots_behind_each_row_and_no_other(config):
-    draw = np.random.RandomState(0).standard_normal
-    cache = KVCache.create(config, 3, 8)
-    assert cache.is_stacked == config.scan_layers
-    keys, values = (draw((3, 2, 3, 4)).astype(np.float32) for _ in range(2))
-    start = np.array([0, 4, 5])  # the last row ends at the last slot
-    cache = jax.jit(KVCache.write, static_argnums=1)(cache, 1, keys, values, start)
-    for held, new in ((stacked(cache, "keys"), keys), (stacked(cache, "values"), values)):
-        expected = np.zeros((2, 3, 2, 8, 4), np.float32)
-        for b in range(3):
-            expected[1, b, :, start[b] : start[b] + 3] = new[b]
-        np.testing.assert_array_equal(held, expected)
-    np.testing.assert_array_equal(cache.length, [0, 0, 0])
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("config", [LLAMA, SCANNED], ids=["apart", "stacked"])
-def test_many_rows_are_written_and_masked_as_few_are(config, monkeypatch):
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["apart", "stacked"])
+def test_many_rows_are_written_and_masked_as_few_are(scan_layers, monkeypatch):
     """Of more than ``UNROLLED_ROWS`` rows they are one scatter; trees among them."""
+    config = dataclasses.replace(LLAMA, scan_layers=scan_layers)
     tokens = random_tokens(3, 12)
     window_mask = jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
 

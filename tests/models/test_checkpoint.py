@@ -14,7 +14,7 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
-from spec_jax.loading import LoadedModel, load_model, random_head
+from spec_jax.loading import LoadedModel, load_draft, load_head, load_model, load_mtp, random_head
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.config import RopeConfig
@@ -60,10 +60,8 @@ def test_what_is_saved_loads_as_the_same_model(tmp_path, config, shard_bytes):
     assert_same(loaded, params)
     assert again == config
     if shard_bytes == 2000:
-        assert all(
-            sum(x.nbytes for x in load_file(f).values()) <= 2000 or len(load_file(f)) == 1
-            for f in files
-        )
+        for tensors in map(load_file, files):
+            assert sum(x.nbytes for x in tensors.values()) <= 2000 or len(tensors) == 1
         index = json.loads((tmp_path / INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
 
@@ -133,20 +131,13 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(llama):
 
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_both_spellings_of_the_rotary_keys_are_the_same_model(llama, type_key):
-    scaling = dict(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
-    edit_json(
-        llama,
-        lambda c: c.update(rope_parameters={type_key: "llama3", "rope_theta": 5e5, **scaling}),
-    )
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling |= dict(original_max_position_embeddings=64)
+    stated = {type_key: "llama3", **scaling}
+    edit_json(llama, lambda c: c.update(rope_parameters=stated | {"rope_theta": 5e5}))
     new = read_config(llama)
-
-    def old_spelling(config):
-        del config["rope_parameters"]
-        config.update(rope_theta=5e5, rope_scaling={type_key: "llama3", **scaling})
-
-    edit_json(llama, old_spelling)
+    edit_json(llama, lambda c: c.pop("rope_parameters"))
+    edit_json(llama, lambda c: c.update(rope_theta=5e5, rope_scaling=stated))
     assert read_config(llama) == new
     assert new.rope == RopeConfig("llama3", rope_theta=5e5, **scaling)
 
@@ -187,22 +178,15 @@ def test_stop_tokens_may_be_a_list_and_those_of_generation_take_precedence(llama
     assert read_config(llama).eos_token_id == (3,)
 
 
-CHANGES = [
-    dict(sliding_window=None),
-    dict(sliding_window=LLAMA.max_position_embeddings),  # no token is out of sight
-    dict(sliding_window=None, num_key_value_heads=8, num_attention_heads=8, head_dim=4),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=["no window", "wide", "heads"])
-def test_a_mistral_without_a_sliding_window_is_a_llama(llama, change):
-    edit_json(llama, lambda c: c.update(change))
+@pytest.mark.parametrize("window", [None, LLAMA.max_position_embeddings])
+def test_a_mistral_whose_window_hides_no_token_is_a_llama(llama, window):
+    heads = dict(num_key_value_heads=8, num_attention_heads=8, head_dim=4)
+    edit_json(llama, lambda c: c.update(heads, sliding_window=window))
     expected = read_config(llama)
     edit_json(llama, lambda c: c.update(model_type="mistral", architectures=["MistralForCausalLM"]))
     assert read_config(llama) == expected
-    if "num_key_value_heads" in change:
-        edit_json(llama, lambda c: c.pop("num_key_value_heads"))  # 8 in a Mistral
-        assert read_config(llama) == expected
+    edit_json(llama, lambda c: c.pop("num_key_value_heads"))  # 8 in a Mistral
+    assert read_config(llama) == expected
 
 
 def test_a_qwen2_whose_window_layers_begin_after_its_last_layer_sees_all(llama):
@@ -312,3 +296,48 @@ def test_a_damaged_or_missing_shard_is_named(tmp_path):
         change(tmp_path)
         with pytest.raises(WeightsError, match=rf"{shard.name} cannot be read"):
             load_pretrained(tmp_path)
+
+
+LAYOUTS = {
+    "tiny-Q4_K_M.gguf": "GGUF, which is not read.*gguf_file='tiny-Q4_K_M.gguf'",
+    "adapter_model.safetensors": "LoRA adapter.*merge_and_unload",
+    "consolidated.00.pth": "its publisher's own layout",
+    "weights.bin": "weights.bin is not a name that is read; expected pytorch_model.bin",
+}
+
+
+@pytest.mark.parametrize("file", LAYOUTS)
+def test_files_of_other_layouts_are_told_apart(llama, file):
+    (llama / SINGLE).rename(llama / file)
+    with pytest.raises(WeightsError, match=LAYOUTS[file]):
+        load_model(llama)
+    (llama / "config.json").unlink()
+    with pytest.raises(WeightsError, match=LAYOUTS[file]):
+        load_model(llama)
+
+
+def test_a_file_in_place_of_a_directory_is_refused(llama):
+    (llama / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(WeightsError, match=r"tiny\.gguf is a file; expected the directory.*GGUF"):
+        load_model(llama / "tiny.gguf")
+    with pytest.raises(WeightsError, match="is a file; expected the directory of config.json and"):
+        load_model(llama / SINGLE)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_drafts_and_models_that_are_loaded_as_the_other_say_what_they_are(llama, tmp_path, kind):
+    target, at = load_model(llama), tmp_path / "draft"
+    config = {"eagle": EagleConfig, "mtp": MtpConfig}[kind].of_target(target.config)
+    random_head(config, jax.random.key(0)).save(at, target)
+    message = f"is a draft of the kind '{kind}', not a model.*load_draft\\('.*', target\\)"
+    with pytest.raises(WeightsError, match=message):
+        load_model(at)
+    assert load_draft(at, target).method == kind
+    if kind == "mtp":
+        with pytest.raises(WeightsError, match="fc.weight is missing.*load_draft detects"):
+            load_head(at, target)
+        with pytest.raises(WeightsError, match="no MTP module.*Use load_model for a model, load_h"):
+            load_mtp(llama, target)
+    else:
+        with pytest.raises(WeightsError, match="which every EAGLE head has; load_model reads"):
+            load_head(llama, target)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import published_configs as published
-from support.mtp_modules import fused, modules_of, write_with_modules
+from support.mtp_modules import fused, write_with_modules
 from support.tiny_models import (
     BAMBA,
     DEEPSEEK_TARGET,
@@ -26,7 +26,6 @@ from support.tiny_models import (
 )
 
 import spec_jax
-from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_table
 from spec_jax.errors import WeightsError
 from spec_jax.inspection import inspect
@@ -53,21 +52,17 @@ FAMILIES = {
 
 def write_beside_a_tower(at, config):
     """As Qwen3.5 is published: text and images in one, experts fused, and the module beside."""
-    modules = MtpConfig.of_target(config)
-    weights = modules_of(modules)
-    write_mtp(at, modules, weights, target_config=config)
-    tensors = load_file(at / SINGLE)
-    save_pretrained(at, random_weights(config), config)
-    for name, tensor in load_file(at / SINGLE).items():
-        tensors[name.replace("model.", "model.language_model.", 1)] = tensor
+    modules = write_with_modules(at, config)
+    rename = lambda name: name.replace("model.", "model.language_model.", 1)
+    tensors = fused({rename(name): x for name, x in load_file(at / SINGLE).items()})
     tower = {"model.visual.patch_embed.proj.weight": np.ones((3, 2), np.float32)}
-    save_file(fused(tensors) | tower, at / SINGLE)
+    save_file(tensors | tower, at / SINGLE)
     text = json.loads((at / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
     text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     hf = dict(model_type="qwen3_5_moe" if config.is_sparse else "qwen3_5", text_config=text)
     hf |= dict(vision_config=dict(model_type="qwen3_5", depth=1), tie_word_embeddings=False)
     (at / "config.json").write_text(json.dumps(hf))
-    return modules, weights
+    return modules
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

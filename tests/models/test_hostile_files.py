@@ -35,17 +35,15 @@ DEEP = "[" * 100_000 + "]" * 100_000
 LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size")
 LLAMA_SIZES += ("head_dim", "num_attention_heads", "num_key_value_heads")
 SIZES = {
-    "llama": LLAMA_SIZES,
     "mamba2": ("num_hidden_layers", "num_heads", "state_size", "n_groups", "conv_kernel"),
     "bamba": ("num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
     "deepseek_v3": ("n_routed_experts", "num_experts_per_tok", "n_group", "kv_lora_rank"),
     "qwen3_next": ("num_experts", "moe_intermediate_size", "num_attention_heads"),
 }
-WRONG = {  # by family: values by key; a key of the rotary embedding stands in its object
-    **{kind: {key: NO_SIZES for key in keys} for kind, keys in SIZES.items()},
-    "qwen2": {"tie_word_embeddings": NO_FLAGS, "use_sliding_window": NO_FLAGS},
-}
-WRONG["llama"] |= {
+# By family: values by key; a key of the rotary embedding stands in its object.
+WRONG = {kind: dict.fromkeys(keys, NO_SIZES) for kind, keys in SIZES.items()}
+WRONG["qwen2"] = dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), NO_FLAGS)
+WRONG["llama"] = dict.fromkeys(LLAMA_SIZES, NO_SIZES) | {
     "max_position_embeddings": NO_LENGTHS,
     "rms_norm_eps": NO_NUMBERS,
     "tie_word_embeddings": NO_FLAGS,
@@ -59,10 +57,8 @@ WRONG["llama"] |= {
     "rope_parameters.original_max_position_embeddings": NO_SIZES,
 }
 WRONG["mamba2"] |= {"layer_norm_epsilon": NO_NUMBERS, "use_conv_bias": NO_FLAGS}
-WRONG["bamba"] |= {
-    "rope_parameters.partial_rotary_factor": NO_NUMBERS,
-    "attn_layer_indices": (3, [True], ["a"]),
-}
+WRONG["bamba"]["rope_parameters.partial_rotary_factor"] = NO_NUMBERS
+WRONG["bamba"]["attn_layer_indices"] = (3, [True], ["a"])
 WRONG["deepseek_v3"] |= {"routed_scaling_factor": NO_NUMBERS[:2], "norm_topk_prob": NO_FLAGS}
 WRONG["deepseek_v3"]["first_k_dense_replace"] = [x for x in NO_SIZES if x != 0]
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64}

@@ -321,16 +321,10 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_rea
     assert all(shards.bytes_read == 0 for shards in opened)  # headers at most
 
 
-def test_without_torch_its_files_are_refused_with_a_way_out(llama, tmp_path, monkeypatch):
+def test_without_torch_its_files_are_refused_with_a_way_out(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    target = spec_jax.load_model(llama)
-    head = random_head(EagleConfig.of_target(target.config, version=3), jax.random.key(0))
-    head.save(tmp_path / "head", target)
-    for directory in (llama, tmp_path / "head"):
-        (directory / SINGLE).rename(directory / "pytorch_model.bin")
-    where = mesh("data:2,tensor:4")
+    (llama / SINGLE).rename(llama / "pytorch_model.bin")
     remedy = r"pytorch_model\.bin needs torch.*pip install torch.*safetensors.torch.save_file"
-    with pytest.raises(WeightsError, match=remedy):
-        spec_jax.load_model(llama, mesh=where)
-    with pytest.raises(WeightsError, match=remedy):
-        spec_jax.load_head(tmp_path / "head", target, mesh=where)
+    for over in (None, mesh("data:2,tensor:4")):
+        with pytest.raises(WeightsError, match=remedy):
+            spec_jax.load_model(llama, mesh=over)

@@ -200,11 +200,11 @@ def test_gradients_on_a_mesh_are_those_of_one_device():
         layer = dict(zip(moe.EXPERTS, experts))
         return (moe.mix_experts(layer, x, weights, 3) ** 2).sum()
 
-    grad, rows = jax.grad(loss, argnums=(0, 1, 2)), lambda array: array.reshape(4, 2, -1)
-    args = jax.tree.map(jnp.asarray, (experts, rows(x), rows(weights)))
+    grad = jax.grad(loss, argnums=(0, 1, 2))
+    args = jax.tree.map(jnp.asarray, (experts, x.reshape(4, 2, -1), weights.reshape(4, 2, -1)))
     run, placed = on_mesh("data:2,tensor:4", grad, *args, rules=sharding.FULLY_SHARDED)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), run(*placed), grad(*args)
+        functools.partial(np.testing.assert_allclose, atol=1e-4), run(*placed), grad(*args)
     )
 
 

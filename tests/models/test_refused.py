@@ -70,7 +70,6 @@ CONFIGS = {
         (dict(n_shared_experts=0), "n_shared_experts is 0; expected a positive integer"),
         (dict(num_key_value_heads=3), "4 is not a multiple of num_key_value_heads 3"),
         (dict(head_dim=None, hidden_size=18), "18 is not a multiple of num_attention_heads 4"),
-        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     ],
     QWEN35: [
         (dict(linear_num_value_heads=3), "linear_num_value_heads 3 is not .*_key_heads 2"),
@@ -78,7 +77,6 @@ CONFIGS = {
         (dict(layer_types=["sliding_attention"] * 2), "expected linear_attention or full_attent"),
         (dict(attn_output_gate=False), "attn_output_gate False is not supported; expected True"),
         (dict(output_gate_type="sigmoid"), "output_gate_type 'sigmoid' is not supported"),
-        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (dict(linear_key_head_dim=0), "linear_key_head_dim is 0; expected a positive integer"),
         (dict(layer_types=None, full_attention_interval=3), "full_attention_interval is 3 without"),
     ],

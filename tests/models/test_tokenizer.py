@@ -4,26 +4,23 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from support.tiny_tokenizers import byte_fallback, bytes_alone
+from tokenizers import processors
 
 from spec_jax.errors import WeightsError
 from spec_jax.models.tokenizer import Tokenizer
 
+START = "<s>"
 TEXT = "def f(x):\n    return 'größe', x  # 數\n"
 
 
-def byte_level(vocab_size=270, add_start=False):
-    """A byte-level BPE with two special tokens; optionally it puts the first before a text."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = dict(special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator([TEXT * 9], trainers.BpeTrainer(vocab_size=vocab_size, **options))
+def byte_level(add_start=False):
+    """A byte-level tokenizer, which may put its first special token before a text."""
+    backend = bytes_alone().backend
     if add_start:
+        special = [(START, backend.token_to_id(START))]
         backend.post_processor = processors.TemplateProcessing(
-            "<s> $A", special_tokens=[("<s>", 0)]
+            f"{START} $A", special_tokens=special
         )
     return backend
 
@@ -31,7 +28,7 @@ def byte_level(vocab_size=270, add_start=False):
 def test_any_text_comes_back_from_its_ids():
     tokenizer = Tokenizer(byte_level())
     ids = tokenizer.encode(TEXT)
-    assert len(ids) < len(TEXT.encode()) and max(ids) < tokenizer.vocab_size == 270
+    assert len(ids) == len(TEXT.encode()) and max(ids) < tokenizer.vocab_size == 258
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode(np.asarray(ids, np.int32)) == TEXT
     assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
@@ -39,7 +36,7 @@ def test_any_text_comes_back_from_its_ids():
 
 def test_special_tokens_are_added_as_the_tokenizer_says_and_left_out_of_text():
     tokenizer = Tokenizer(byte_level(add_start=True))
-    assert tokenizer.encode("f")[0] == tokenizer.token_id("<s>") == 0
+    assert tokenizer.encode("f")[0] == tokenizer.token_id(START) == 256
     assert tokenizer.decode([*tokenizer.encode("f"), tokenizer.token_id("</s>")]) == "f"
     assert tokenizer.token_id("<none>") is None
 
@@ -60,7 +57,7 @@ def test_a_text_is_encoded_whole_whatever_its_file_says_of_batches(tmp_path):
     expected = Tokenizer(byte_level()).encode(TEXT)
     backend = byte_level()
     backend.enable_truncation(4)
-    backend.enable_padding(length=99, pad_id=1, pad_token="</s>")
+    backend.enable_padding(length=99, pad_id=257, pad_token="</s>")
     backend.save(str(tmp_path / "tokenizer.json"))
     for tokenizer in (Tokenizer.from_directory(tmp_path), Tokenizer(backend)):
         assert tokenizer.encode(TEXT) == expected and tokenizer.decode(expected) == TEXT
@@ -68,9 +65,9 @@ def test_a_text_is_encoded_whole_whatever_its_file_says_of_batches(tmp_path):
 
 
 def test_another_vocabulary_is_told_apart():
-    small, large = Tokenizer(byte_level(265)), Tokenizer(byte_level(270))
-    assert not small.has_same_vocab(large)
-    assert small.has_same_vocab(Tokenizer(byte_level(265, add_start=True)))
+    tokenizer = Tokenizer(byte_level())
+    assert not tokenizer.has_same_vocab(byte_fallback())
+    assert tokenizer.has_same_vocab(Tokenizer(byte_level(add_start=True)))
 
 
 def test_an_absent_or_damaged_file_is_named(tmp_path):
@@ -84,4 +81,4 @@ def test_an_absent_or_damaged_file_is_named(tmp_path):
             Tokenizer.from_directory(tmp_path)
         (tmp_path / name).write_text(content)
     assert json.loads(content)["model"]["type"] == "BPE"
-    assert Tokenizer.from_directory(tmp_path).vocab_size == 270
+    assert Tokenizer.from_directory(tmp_path).vocab_size == 258

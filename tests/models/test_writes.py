@@ -127,3 +127,15 @@ def test_a_pass_has_as_few_writes_as_its_platform_needs(platform, batch):
     )
     assert tuple(map(text.count, kinds)) == (arrays * by_row, *at_once)
     assert text.count("unique_indices = true") == at_once[0]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 16, 4), (3, 2, 16, 4), (6, 16, 4)])
+def test_slots_are_read_alike_on_every_platform(shape):
+    """A TPU slices what others gather."""
+    at = np.array([[5, 6, 9, 10], [2, 4, 2, 2], [1, 2, 4, 1]])  # of three rows
+    cache = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    by_row = cache.reshape(-1, 3, 2, 16, 4)
+    expected = [by_row[:, b].take(slots, axis=-2) for b, slots in enumerate(at)]
+    expected = np.stack(expected, axis=1).reshape(*shape[:-2], 4, 4)
+    for read in (kv.take_slots, kv._slice_slots, kv._gather_slots):
+        np.testing.assert_array_equal(read(jnp.asarray(cache), jnp.asarray(at)), expected)

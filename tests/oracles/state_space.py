@@ -21,15 +21,9 @@ def run_mixer(layer, h, config):
       h: the inputs.
       config: a ``MixerConfig``.
     """
-    N, H, G, Z, R = (
-        config.num_heads,
-        config.head_dim,
-        config.n_groups,
-        config.state_size,
-        config.conv_kernel,
-    )
+    N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
     width, C = N * H, config.conv_dim
-    state, last = np.zeros((N, H, Z)), np.zeros((R, C))
+    state, last = np.zeros((N, H, Z)), np.zeros((config.conv_kernel, C))
     out = np.zeros_like(h)
     for t, x_t in enumerate(h):
         mixed = x_t @ layer["in"] + layer.get("in_bias", 0)

@@ -33,9 +33,8 @@ def round_of(**changes):
         )
 
     with jax.set_mesh(over):
-        state = jax.eval_shape(
-            start, params, jnp.zeros((B, T), jnp.int32), row, row[:, None], sampler
-        )
+        tokens = jnp.zeros((B, T), jnp.int32)
+        state = jax.eval_shape(start, params, tokens, row, row[:, None], sampler)
         placed = lambda x, axes: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=named(axes, x.shape, over)
         )

@@ -64,16 +64,8 @@ TREES = {
     "static": {"tree": (2, 1, 1)},
     "dynamic": {"tree_depth": 2, "tree_top_k": 2, "num_speculative_tokens": 4},
 }
-PROMPTS = [
-    [1, 2, 3],
-    [4, 9, 6, 7, 8, 9, 10],
-    [2],
-    [3, 1, 4, 1, 9],
-    [9, 9],
-    [7, 8, 7, 8],
-    [11, 3, 2, 1, 12, 13],
-    [14, 2, 3],
-]
+PROMPTS = [[1, 2, 3], [4, 9, 6, 7, 8, 9, 10], [2], [3, 1, 4, 1, 9], [9, 9], [7, 8, 7, 8]]
+PROMPTS += [[11, 3, 2, 1, 12, 13], [14, 2, 3]]
 PENALISED = dict(repetition_penalty=1.2, presence_penalty=0.2, frequency_penalty=0.3)
 SAMPLERS = {
     ("greedy", "bare"): [{}],
