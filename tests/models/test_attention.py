@@ -16,23 +16,13 @@ from spec_jax.drafters.loaded import head_of
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel, load_draft, load_model
 from spec_jax.models import attention, transformer
-from spec_jax.models.attention import (
-    MIN_BLOCKED,
-    MIN_SLOTS,
-    NUM_PARTS,
-    PREFIXES,
-    attend,
-    attend_filled,
-    attend_prefix,
-    prefix_sizes,
-)
 from spec_jax.models.layers import Window
 
-S, N, G, H = MIN_SLOTS + 88, 4, 2, 4  # slots that prefixes do not divide
-SIZE = -(-S // NUM_PARTS)
-EDGES = [n * SIZE + d for n in range(1, NUM_PARTS) for d in (-1, 0, 1)]
+S, N, G, H = attention.MIN_SLOTS + 88, 4, 2, 4  # slots that prefixes do not divide
+SIZE = -(-S // attention.NUM_PARTS)
+EDGES = [n * SIZE + d for n in range(1, attention.NUM_PARTS) for d in (-1, 0, 1)]
 
-over_prefix, over_all = jax.jit(attend_prefix), jax.jit(attend)
+over_prefix, over_all = jax.jit(attention.attend_prefix), jax.jit(attention.attend)
 
 
 def inputs(mask):
@@ -53,7 +43,7 @@ def assert_reads_the_prefix_alone(mask):
     q, k, v = inputs(mask)
     np.testing.assert_allclose(over_prefix(q, k, v, mask), over_all(q, k, v, mask), atol=1e-5)
     last = np.flatnonzero(mask.any(axis=(0, 1)))[-1]
-    past = (last // SIZE + 1) * SIZE if last < PREFIXES[-1] * SIZE else S
+    past = (last // SIZE + 1) * SIZE if last < attention.PREFIXES[-1] * SIZE else S
     k[:, past:], v[:, past:] = np.nan, np.nan  # which would reach the output, masked or not
     assert np.isfinite(over_prefix(q, k, v, mask)).all()
     if past < S:
@@ -87,30 +77,31 @@ def test_a_layer_of_a_stack_is_read_whole():
     mask = chains([20, 60], 3)
     q, k, v = inputs(mask)
     of_stack = [x.reshape(2, G, S, H) for x in (k, v)]
-    assert str(jax.make_jaxpr(attend_prefix)(q, *of_stack, mask)).count("dot_general") == 2
+    jaxpr = str(jax.make_jaxpr(attention.attend_prefix)(q, *of_stack, mask))
+    assert jaxpr.count("dot_general") == 2
     np.testing.assert_allclose(over_prefix(q, *of_stack, mask), over_all(q, k, v, mask), atol=1e-5)
 
 
 def test_a_long_cache_has_short_prefixes():
     """Each read holds all slots seen, and a slot in the first eighth costs at most twice itself."""
-    assert prefix_sizes(1024) == [128, 256, 1024]
-    assert prefix_sizes(16384) == [256, 512, 1024, 2048, 4096, 16384]
+    assert attention.prefix_sizes(1024) == [128, 256, 1024]
+    assert attention.prefix_sizes(16384) == [256, 512, 1024, 2048, 4096, 16384]
     draw, many = np.random.RandomState(0).standard_normal, 8192
     shapes = [(1, 1, N, H), (G, many, H), (G, many, H)]
     q, k, v = (jnp.asarray(draw(shape), jnp.float32) for shape in shapes)
     for last in (0, 255, 256, 511, 512, 1023, 2047, 2048, many - 1):
         mask = (np.arange(many) <= last)[None, None]
-        read = next(n for n in prefix_sizes(many) if n > last)
+        read = next(n for n in attention.prefix_sizes(many) if n > last)
         assert last < read <= max(2 * (last + 1), 256) or last >= many // 4
         out = over_prefix(q, *(x.at[:, read:].set(jnp.nan) for x in (k, v)), mask)
         np.testing.assert_allclose(out, over_all(q, k, v, mask), atol=1e-5)
 
 
 WINDOWS = [
-    (5, S, "cpu", len(PREFIXES) + 1),
-    (5, 16384, "cpu", len(PREFIXES) + 4),
-    (1, S, "cpu", len(PREFIXES) + 1),
-    (5, MIN_SLOTS - 1, "cpu", 1),
+    (5, S, "cpu", len(attention.PREFIXES) + 1),
+    (5, 16384, "cpu", len(attention.PREFIXES) + 4),
+    (1, S, "cpu", len(attention.PREFIXES) + 1),
+    (5, attention.MIN_SLOTS - 1, "cpu", 1),
     (5, S, "tpu", 1),
     (5, S, "cuda", 1),
 ]
@@ -119,7 +110,7 @@ WINDOWS = [
 @pytest.mark.parametrize("T, slots, platform, num_prefixes", WINDOWS)
 def test_there_is_a_choice_of_prefixes_on_a_cpu_alone(T, slots, platform, num_prefixes):
     mask = np.ones((1, T, slots), bool)
-    traced = jax.jit(attend_prefix).trace(*inputs(mask), mask)
+    traced = jax.jit(attention.attend_prefix).trace(*inputs(mask), mask)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("dot_general") == 2 * num_prefixes  # scores and values
 
@@ -159,10 +150,10 @@ def test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen(name):
     draw = np.random.RandomState(0).standard_normal
     q, k = (draw(shape).astype(np.float32) for shape in ((3, 4, N, H), (3, G, SLOTS, H)))
     v = draw((3, G, SLOTS, 3)).astype(np.float32)
-    expected = attend(q, k, v, mask_of(window))
+    expected = attention.attend(q, k, v, mask_of(window))
     end = -(-(int(window.start.max()) + 4) // BLOCK) * BLOCK
     k[:, :, end:], v[:, :, end:] = np.nan, np.nan
-    run = jax.jit(lambda k, v: attend_filled(q, k, v, 1, window, block=BLOCK))
+    run = jax.jit(lambda k, v: attention.attend_filled(q, k, v, 1, window, block=BLOCK))
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     stacked = lambda x: np.stack([np.full_like(x, np.nan), x])
     for shape in (np.asarray, flat, stacked):
@@ -182,8 +173,8 @@ def test_many_slots_are_read_in_blocks_off_a_cpu(platform):
         return text.count("stablehlo.while")
 
     layers = LLAMA.num_hidden_layers
-    assert loops(MIN_BLOCKED) == (0 if platform == "cpu" else layers)
-    assert (loops(MIN_BLOCKED - 1), loops(64, "xla")) == (0, layers)
+    assert loops(attention.MIN_BLOCKED) == (0 if platform == "cpu" else layers)
+    assert (loops(attention.MIN_BLOCKED - 1), loops(64, "xla")) == (0, layers)
 
 
 @pytest.mark.parametrize("starts", [None, [0, 7, 90, 128]], ids=["one document", "four"])
@@ -208,7 +199,7 @@ def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, monkeypatch):
         options = {"begins": jnp.asarray(starts, jnp.int32)[number][None]}
     by_splash = functools.partial(attention.by_splash, is_interpreted=True, **options)
     kernel = outputs_and_gradients(by_splash)
-    whole = outputs_and_gradients(lambda q, k, v: attend(q, k, v, mask))
+    whole = outputs_and_gradients(lambda q, k, v: attention.attend(q, k, v, mask))
     for one, other in zip(jax.tree.leaves(kernel), jax.tree.leaves(whole)):
         np.testing.assert_allclose(one, other, atol=1e-4)
 

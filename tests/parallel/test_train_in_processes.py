@@ -45,17 +45,10 @@ def check_same(one, other):
 @pytest.mark.parametrize("what", ["lm", "head"])
 def test_two_processes_train_as_one_device_does(what, files, tmp_path):
     alone, two, views = (tmp_path / name for name in ("alone", "two", "views"))
-    code, output = run(
-        2,
-        2,
-        WORKER,
-        f"--config.what={what}",
-        f"--config.files={files}",
-        f"--workdir={two}",
-        "--config.mesh=data:2,tensor:2",
-        f"--config.is_fully_sharded={what == 'lm'}",
-        f"--config.views={views if what == 'head' else ''}",
-    )
+    options = [f"--config.what={what}", f"--config.files={files}", f"--workdir={two}"]
+    options += ["--config.mesh=data:2,tensor:2", f"--config.is_fully_sharded={what == 'lm'}"]
+    options += [f"--config.views={views if what == 'head' else ''}"]
+    code, output = run(2, 2, WORKER, *options)
     assert code == 0, output
     final = train_worker.train(what, alone, files)
     check_same(alone, two)
