@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from support import page_picture
 from support.browser import dump, needs_browser
 from support.report_entries import HOSTILE, answer, plain, result
 
@@ -115,16 +114,3 @@ def expected(pieces):
         p[:200] + " … 49,600 characters left out … " + p[-200:] if len(p) > 400 else p
         for p in pieces
     ]
-
-
-@pytest.mark.exhaustive
-@needs_browser
-def test_pictures_of_a_page_are_as_large_as_the_documents_show_them(tmp_path):
-    page, found = tmp_path / "report.html", []
-    page.write_text(render({}, [plain(), result()], [answer()]), encoding="utf-8")
-    for number, shown in enumerate(("--height=900", "--tokens=0,2")):
-        page_picture.main([str(page), str(tmp_path / f"{number}.png"), shown])
-        data = (tmp_path / f"{number}.png").read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n"
-        found.append([int.from_bytes(data[i : i + 4]) for i in (16, 20)])
-    assert found == [[1240, 900], [1240, 1120]]

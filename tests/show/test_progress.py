@@ -12,6 +12,7 @@ import pytest
 from spec_jax import progress, testing
 from spec_jax.engine import session as watch
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.train.log import Log
 
 
 @pytest.fixture
@@ -77,9 +78,7 @@ def test_bars_within_bars_have_outputs_of_their_own(cell):
 
 ROWS = [
     (24, 100, "training █████████████▊           23/40 00:00<"),
-    (24, 40, "training 23/40 00:00<"),
     (2, 10, "23/40 <"),
-    (1, 1, "2"),
     (0, 0, "training █████████████▊           23/40 00:00<"),  # it states no size
 ]
 
@@ -108,21 +107,6 @@ def test_a_bar_fits_a_terminal_of_any_size(monkeypatch, rows, columns, shown):
     assert lines[-1] == "" and not lines[-2].strip(), "the bar is removed"
 
 
-def test_a_bar_that_had_to_appear_early_is_cleared(cell):
-    with progress.Progress(2, "tokens", delay_s=99.0) as bar:
-        assert cell == []
-        bar.now("compiling a round …")
-        assert "tokens" in cell[-1] and "compiling a round" in cell[-1]
-    assert cell[-1].strip() == ""
-
-
-def test_a_streamed_call_shows_its_text_alone(cell, monkeypatch):
-    monkeypatch.setattr(watch, "_DELAY_S", 0.0)
-    with watch.watched(None, None, True) as look:
-        look()
-    assert cell == []
-
-
 def test_a_text_in_a_cell_changes_as_a_line_of_a_terminal_does(cell):
     text = progress.CellText()
     for part in ("compiling a round …", " 3.2 s\n"):
@@ -138,3 +122,42 @@ def test_a_text_in_a_cell_changes_as_a_line_of_a_terminal_does(cell):
         f"{line}\n   ",
         f"{line}\n",
     ]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves."""
+    clock = types.SimpleNamespace(now_s=100.0)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def test_lines_say_how_long_is_left_and_compilation_counts_once(clock, capsys):
+    with progress.Progress(6, "measuring") as bar:
+        for seconds in (60, 10, 20, 30, 1, 1):
+            clock.now_s += seconds
+            bar.step("a row")
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert lines[0] == "measuring 1/6: a row (about 5 min left)"  # all that is known
+    left = [line.partition("about ")[2] for line in lines[1:]]  # 10 s a step, since the first one
+    assert left == ["40 s left)", "45 s left)", "40 s left)", "15 s left)"]
+    assert last == "measuring 6/6: a row"
+    with progress.Progress(1000, "prompts", num_done=900, every_s=30.0) as bar:  # resumed
+        clock.now_s += 40
+        bar.step("one", 20)
+        clock.now_s += 10  # too early for a line
+        bar.step("one", 20)
+    assert capsys.readouterr().err == "prompts 920/1000: one (about 3 min left)\n"
+
+
+def test_lines_of_training_say_it_too(clock, tmp_path, capsys):
+    with Log(tmp_path, 900, 4000) as log:  # resumed
+        clock.now_s += 60  # of compilation
+        log.begin(901)
+        clock.now_s += 9
+        log.write(910, loss=1.0)
+        log.write(4000, loss=0.5)
+    line, last = capsys.readouterr().out.splitlines()
+    assert line.endswith(" (about 52 min left)"), "3,090 steps of a second each"
+    assert "left" not in last
