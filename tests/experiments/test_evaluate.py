@@ -1,6 +1,5 @@
 """The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
 
-import collections
 import json
 import math
 import multiprocessing
@@ -22,10 +21,16 @@ from support.pairs import tiny_pair
 from support.runs import check_run_files
 from support.tiny_models import GLM4_MOE, LLAMA
 
-from configs import decode_default, evaluate_dtypes, evaluate_specbench, evaluate_zoo
+from configs import (
+    decode_default,
+    decode_specbench,
+    evaluate_dtypes,
+    evaluate_specbench,
+    evaluate_zoo,
+)
 from experiments import evaluate
 from experiments.comparison.report import pays_at
-from experiments.comparison.session import check_folder, notes_of_machines
+from experiments.comparison.session import notes_of_machines
 from experiments.comparison.setup import Setup, resolve
 from spec_jax.data import python_source
 from spec_jax.drafters.eagle.checkpoint import write_head
@@ -36,10 +41,8 @@ from spec_jax.evaluation.bench import Run
 from spec_jax.evaluation.compare import Tally
 from spec_jax.evaluation.prompts import fitting
 from spec_jax.evaluation.results import Counts
-from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.intervals import Interval
 from spec_jax.loading import random_head
-from spec_jax.models.tokenizer import Tokenizer
 
 
 class Row(NamedTuple):
@@ -77,35 +80,19 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
         assert sum(r["round_parts_ms"].values()) == pytest.approx(r["round_ms"])
     saved = check_run_files(tmp_path / "run", "evaluate")
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
-    said = capsys.readouterr().out
+    assert "mean acceptance length" in capsys.readouterr().out
     text = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
-    assert "process peak" not in said and "mean acceptance length" in said
-    (peak,) = re.findall(r"memory of the process, with all models: ([\d,]+) MiB", text)
-    assert 50 < int(peak.replace(",", "")) < 1e5, "one figure of the run, none of a row"
-    of = lambda name: (tmp_path / "run" / name).stat().st_mtime_ns
-    assert of("report.md") <= min(of("acceptance.png"), of("report.html"))  # should one fail
-    assert f"{peak} MiB" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"memory of the process, with all models: [\d,]+ MiB", text)
 
 
 @pytest.mark.exhaustive
-def test_reports_what_decoding_did(config, tmp_path, capsys):
-    rep = evaluate.evaluate(config, str(tmp_path / "run"))
-    _, head, same = rep["results"]
-    low, high = same["tau_interval"]
-    assert 2 < low <= same["tau"] <= high <= 3  # the last round may be cut
-    np.testing.assert_allclose(same["acceptance_by_position"], 1)
+def test_a_head_is_compared_with_the_best_and_with_its_teacher_forced_acceptance(config, tmp_path):
+    _, head, same = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
     assert same["compared_with"] == head["label"]
     assert same["difference"][0].value == pytest.approx(same["tau"] - head["tau"])
-    assert 1 <= head["tau"] < same["tau"]
+    assert 1 <= head["tau"] < same["tau"] and head["draft_cost"] > 0
     gaps = np.subtract(head["teacher_forced"], head["acceptance_by_position"])
     assert np.nanmax(np.abs(gaps)) < 0.01
-    assert head["draft_cost"] > 0 and same["draft_cost"] > 0
-    parts = head["round_parts_ms"]
-    assert sum(parts.values()) == pytest.approx(head["round_ms"]) and parts["verify"] > 0
-    saved = check_run_files(tmp_path / "run", "evaluate")
-    assert [row["rounds"] for row in saved["results"][1:]] == [head["rounds"], same["rounds"]]
-    assert (tmp_path / "run" / "acceptance.png").stat().st_size > 5000
-    assert "Differences, question by question" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -130,30 +117,6 @@ def test_dtypes_take_turns_and_are_held_against_the_fastest_plain_decoding(confi
     assert [r["tau"] for r in again["results"]] == [r["tau"] for r in rep["results"]]
 
 
-NAMES = [
-    ("dtype", "float32,int8", "dtype is 'float32,int8'; expected one of float32"),
-    ("baseline", "best", "baseline is 'best'; expected same or fastest"),
-    ("drafts", "", "drafts is ''; expected names"),
-    ("ks", (0,), r"ks is \(0,\)"),
-    ("ks", ("",), r"--config.ks= has no value; give numbers, such as 1,2, or --config.ks=\(\)"),
-    ("temperatures", ("",), "--config.temperatures= has no value; give numbers"),
-    ("best_k", "zoo/eagle=3", r"best_k names 'zoo/eagle', which is none of .*mean zoo/eagle"),
-    ("max_new_tokens", 1, "max_new_tokens is 1"),
-    ("batches", (0,), r"batches is \(0,\); expected integers of 1 or more"),
-    ("rules", ("blok",), "one or more of .*did you mean block"),
-    ("rules", ("greedy",), "rules is .'greedy',.; expected one or more of residual"),
-    ("data", "spec_bench", "data is 'spec_bench'.*did you mean specbench"),
-]
-
-
-@pytest.mark.parametrize("name, value, message", NAMES)
-def test_refuses_what_cannot_be(config, name, value, message):
-    wrong = config.copy_and_resolve_references()
-    wrong[name] = value
-    with pytest.raises(ConfigError, match=message):
-        evaluate.evaluate(wrong)
-
-
 def test_batch_sizes_are_sorted_and_each_is_measured_once(config):
     other = config.copy_and_resolve_references()
     other.batches = (16, 1, 16)
@@ -170,16 +133,6 @@ def test_a_batch_holds_no_more_rows_than_there_are_prompts(config):
     assert setup.config.batches == (2, 3) and "batches of 8 are of 3" in setup.notes[-1]
 
 
-def test_a_folder_of_another_experiment_is_left_alone(tmp_path):
-    config = {"target": "a", "num_prompts": 3}
-    check_folder(tmp_path, config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_folder(tmp_path, config)  # killed before anything was saved
-    (tmp_path / "config.json").write_text(json.dumps({"target": "a", "optimizer": {}}))
-    with pytest.raises(ConfigError, match="other values of num_prompts"):
-        check_folder(tmp_path, config)
-
-
 def test_a_run_that_went_on_elsewhere_says_so():
     on = lambda answers, **machine: {"machine": {"cpu_model": "A", **machine}, "answers": answers}
     assert notes_of_machines([on(0, jax="1")]) == []
@@ -189,7 +142,7 @@ def test_a_run_that_went_on_elsewhere_says_so():
 
 def test_every_config_resolves(config):
     assert resolve(evaluate_dtypes.get_config()).dtype == "float32,bfloat16"
-    for module in (evaluate_zoo, evaluate_specbench, decode_default):
+    for module in (evaluate_zoo, evaluate_specbench, decode_default, decode_specbench):
         other = module.get_config()
         other.target = config.target
         assert resolve(other).drafts == "ngram"  # the zoo's drafts are for the zoo's target
@@ -202,22 +155,6 @@ def test_a_target_drafts_with_the_modules_of_its_directory_unless_drafts_are_nam
     assert resolve(other).drafts == f"{tmp_path},ngram"
     other.drafts = "suffix"
     assert resolve(other).drafts == "suffix"
-
-
-def test_what_cannot_be_loaded_is_left_out_with_a_note(config):
-    other = config.copy_and_resolve_references()
-    other.drafts, other.ks = "no/such,ngram,zoo/draft", (2, 3)
-    setup = Setup.of(other)
-    assert [*setup.drafts] == ["ngram"] and not setup.loaded
-    assert "no/such is left out: no/such is neither" in setup.notes[0]
-    misfits = [note for note in setup.notes if note.startswith("zoo/draft is left out: the vocab")]
-    assert len(misfits) == 1, "not one for every K"
-    other.ks = (2,)
-    setup = Setup.of(other)
-    assert [cell.method for cell in setup.cells[0.0]] == ["plain", "ngram"]
-    other.drafts = "no/such"
-    with pytest.raises(ConfigError, match="nothing drafts for .*no/such is left out"):
-        Setup.of(other)
 
 
 def test_a_target_without_a_tokenizer_is_refused_before_anything_is_made(config, tmp_path):
@@ -338,22 +275,8 @@ def test_twenty_questions_end_to_end(twenty):
                     assert line["temperature"] > 0 or best[0][1] == pytest.approx(prob, abs=1e-5)
     shown = [(line["question"], line["cell"]) for line in found if line["turns"][0]["probs"]]
     assert len(shown) == 3 * 3 * 2  # a question of each category, three cells, two temperatures
-    tokenizer = Tokenizer.from_directory(pair / "target")
-    check_kinds(saved["results"], found, token_kinds(tokenizer, 300))
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert "Acceptance by kind of token" in text and "| identifier" in text
-
-
-def check_kinds(results, found, kinds):
-    """Acceptance by kind of token is what the saved answers say."""
-    place = lambda entry: tuple(entry[name] for name in ("method", "temperature", "batch"))
-    for result in (r for r in results if r["method"] != "plain"):
-        turns = [turn for line in found if place(line) == place(result) for turn in line["turns"]]
-        pairs = [pair for turn in turns for pair in zip(turn["tokens"], turn["kinds"])]
-        accepted = collections.Counter(kinds[t] for t, origin in pairs if origin == "accepted")
-        counted = [*result["acceptance_by_kind"].values()]
-        assert [x["accepted"] for x in counted] == [accepted[i] for i in range(len(counted))]
-        assert sum(x["reached"] for x in counted) == sum(result["reached_at"])
 
 
 @pytest.mark.exhaustive
@@ -443,10 +366,8 @@ def test_spec_bench_to_its_end_and_killed_on_the_way(data_dir, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_another_run_is_refused_by_the_name_of_what_differs(twenty, tmp_path):
+def test_a_run_with_other_questions_is_refused(twenty):
     pair, data, folder, _ = twenty
-    with pytest.raises(ConfigError, match=r"other values of ks \(ks was \[2\], not \[3\]\)"):
-        evaluate.evaluate(evaluation_run.config_of(pair, data, ks=(3,)), folder)
     text = data.read_text(encoding="utf-8")
     data.write_text(text.replace('"qa"', '"qb"'), encoding="utf-8")
     try:
@@ -454,6 +375,3 @@ def test_another_run_is_refused_by_the_name_of_what_differs(twenty, tmp_path):
             evaluate.evaluate(evaluation_run.config_of(pair, data), folder)
     finally:
         data.write_text(text, encoding="utf-8")
-    (tmp_path / "report.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds the report of another run"):
-        evaluate.evaluate(evaluation_run.config_of(pair, data), tmp_path)

@@ -2,12 +2,9 @@
 
 import ast
 import dataclasses
-import gzip
-import json
 import math
 import pathlib
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -17,74 +14,68 @@ from support.results import counts, result
 
 from experiments.comparison import plots as comparison_plots
 from experiments.comparison import report as reports
-from experiments.planning import plan_report
 from experiments.run import memory, plots, report
 from spec_jax.data import questions
 from spec_jax.engine import stats
-from spec_jax.errors import ConfigError
-from spec_jax.evaluation import costs, summary, teacher_forced
+from spec_jax.evaluation import costs, summary
 from spec_jax.evaluation.cells import Cell, make_cells
 from spec_jax.intervals import Interval, jackknife, paired_speedup
 from spec_jax.show.plots import wilson
 from spec_jax.show.tables import table
 from spec_jax.testing import RowAudit, mock_model
-from spec_jax.train.log import flatten
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def test_prompts_come_from_files_of_each_kind(tmp_path):
-    bench = [{"question_id": i, "category": "c", "turns": [f"q{i}", "more"]} for i in range(4)]
-    write_lines(tmp_path / "a.jsonl", bench)
-    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"task_id": "T/0", "prompt": "def f():\n"}) + "\n\n")
-    (tmp_path / "c.txt").write_text("one\n\ntwo\n")
-    load = lambda name, n: questions.load(str(tmp_path / name), n).chosen
-    found = lambda name, n: [(q.name, q.plain_text()) for q in load(name, n)]
-    assert found("a.jsonl", 2) == [("0", "q0"), ("2", "q2")]
-    assert found("b.jsonl.gz", 1) == [("T/0", "def f():")]
-    assert found("c.txt", 2) == [("c.txt:1", "one"), ("c.txt:3", "two")]
-    (tmp_path / "d.json").write_text('[{"text": "one"},\n"two"]')
-    assert found("d.json", 2) == [("d.json: object 1", "one"), ("d.json: object 2", "two")]
-    rows = [
-        {"question": "Q", "answer": "A"},
-        {"instruction": "Q", "input": "x", "output": "A"},
-        {"data": ["Q", "A"]},
-        {"conversations": [{"from": "human", "value": "Q"}]},
-    ]
-    write_lines(tmp_path / "e.jsonl", rows)
-    asked = load("e.jsonl", 4)
-    assert [question.plain_text() for question in asked] == ["Q", "Q\n\nx", "Q", "Q"]
-    assert [len(question.messages()) for question in asked] == [1] * 4  # without answers
-    bad = {
-        "{": r"bad\.jsonl:1: not JSON",
-        '{"a": 1}': "the keys 'a'.*instruction",
-        "1": "not an object",
-        '{"turns": "hello"}': "turns is 'hello'",
-        '{"text": " "}': "an empty prompt",
-        '{"text": "\\ud83d"}': "half of a surrogate pair",
-        '{"messages": []}': "no message to answer",
-        '{"conversations": [{"from": "x", "value": ""}]}': "a turn is from 'x'",
-        '{"messages": [{"role": "user", "content": ""}]}': "no text of the user",
-    }
-    for text, message in bad.items():
-        (tmp_path / "bad.jsonl").write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            load("bad.jsonl", 1)
-    (tmp_path / "bad.gz").write_bytes(b"no gzip")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load("bad.gz", 1)
 
 
 DRAFTS = {"ngram": None, "standalone": mock_model(5)}
 
 
-def test_cells_are_named_once_and_plain_comes_first():
-    ks = dict.fromkeys(DRAFTS, [2, 4])
-    cells = make_cells(DRAFTS, ks, [0.0, 1.0], ["residual", "residual"])
+def test_cells_are_named_once_plain_comes_first_and_trees_stand_beside_chains():
+    cells = make_cells(DRAFTS, dict.fromkeys(DRAFTS, [2, 4]), [0.0, 1.0], ["residual"] * 2)
     assert cells[0] == Cell("plain", 0, 0.0) and cells[5] == Cell("plain", 0, 1.0)
     assert len(cells) == len(set(cells)) == 10
     assert {c.rule for c in cells if c.temperature == 0 and c.k} == {"greedy"}
+    cells = make_cells(DRAFTS, dict.fromkeys(DRAFTS, [2]), [1.0], trees=["3x1", "12:3:4"])
+    assert cells[1:] == [
+        Cell("ngram", 2, 1.0, "match"),
+        Cell("standalone", 2, 1.0, "residual"),
+        Cell("standalone", 6, 1.0, "residual", "3x1"),
+        Cell("standalone", 12, 1.0, "residual", "12:3:4"),
+    ]
+
+
+def test_questions_are_spread_over_a_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ({"prompt": f"q{i}"} for i in range(4)))
+    assert [q.text for q in questions.load(str(tmp_path / "a.jsonl"), 2).chosen] == ["q0", "q2"]
+
+
+def test_tables_and_conclusions_say_what_was_found():
+    """A dash for what is missing; what is not significant, not identical or not lossless."""
+    fast, near, slow = result("a", 1.4, 1.6), result("b", 0.9, 1.5), result("c", 1.1, 1.3)
+    alone, slower = result("e", math.nan, math.nan, speedup=2.0), result("d", 0.5, 0.9)
+    texts = [summary.interval_text(one) for one in (fast, near, alone, slower)]
+    assert texts == ["1.40 to 1.60", "0.90 to 1.50 ?", "one pair ?", "0.50 to 0.90"]
+    (line,) = summary.conclusions([fast, near, slow])
+    assert line.startswith("Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.6")
+    assert line.endswith("identical output; with overlapping intervals: b K=3")
+    assert "not significant" in summary.conclusions([near])[0]
+    assert "Nothing beat plain decoding at T=0; closest: d" in summary.conclusions([slower])[0]
+    missing = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
+    lossy = result("l", rule="typical-acceptance", is_lossless=False, identical_rows=None)
+    lines = summary.results_table([fast, missing, lossy]).splitlines()
+    column = lines[0].index("identical")
+    assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "– (lossy)"]
+    assert ".50 –" in lines[3] and "nan" not in "".join(lines)
+
+    tie = RowAudit(2, "rounding", at=7, tokens=(5, 6), gap=0.003, rounding=0.002)
+    bug = dataclasses.replace(tie, verdict="bug", gap=0.5)
+    for found, conclusion, said in (
+        (tie, "identical but for near ties", " within the rounding of bfloat16"),
+        (bug, "NOT identical", "NOT within"),
+    ):
+        row = result("a", 1.1, 1.2, differences=(found,), identical_rows=3)
+        assert conclusion in summary.conclusions([row])[0]
+        assert said in reports.describe_difference(row, found, "bfloat16")
 
 
 def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
@@ -113,8 +104,6 @@ def test_a_prediction_counts_the_first_pass_of_a_round_by_its_width():
     assert round_ms("standalone", 5) == pytest.approx(0.7 + 4 * 0.5)
     assert round_ms("mtp", 3) == pytest.approx(3 * 0.3)  # its first pass was not measured
     assert found.draft_cost("eagle") == 0.2
-    stored = found._replace(first_ms=json.loads(json.dumps(first)))
-    assert stored.draft_cost("eagle", 3) == found.draft_cost("eagle", 3)
     seen = result("eagle", stats=counts([10] * 3, [9, 8, 7]))
     tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
     assert costs.predict(found, seen) == pytest.approx(tokens / ((1.0 + 0.8 + 2.6) / 2.0))
@@ -163,80 +152,12 @@ def test_a_pass_whose_cost_is_not_significant_is_not_said_to_be_free():
     assert even.draft_ms["standalone"] == even.first_ms["standalone"][4] == pytest.approx(0.1875)
     assert even.is_significant("standalone") and not even.insignificant
     assert 4 * even.draft_cost("standalone", 4) * 2.0 == pytest.approx(0.75)  # the median of all
-    assert "not significant" not in " ".join(reports.describe_costs(even))
     nothing = of(first=noise, every=noise - 0.1)
     assert nothing.draft_ms == {"standalone": 0.0}
     assert nothing.insignificant == {"standalone": [0, 4]}
-    said = reports.describe_costs(nothing)
-    assert "relative to it, each further draft adds 0.00 with standalone (not significant)" in said
-    assert said[-1].endswith("of a round adds 0.00 with standalone at K = 4 (not significant)")
+    assert "(not significant)" in reports.describe_costs(nothing)[-1]
     halves = result("standalone", k=4, stats=counts([9] * 4, [4] * 4, rounds=9))
     assert 0 < costs.predict(nothing, halves) < math.inf
-
-
-def test_cells_of_trees_stand_beside_the_chains():
-    ks = dict.fromkeys(DRAFTS, [2])
-    cells = make_cells(DRAFTS, ks, [1.0], trees=["3x1", "12:3:4"])
-    assert cells[1:] == [
-        Cell("ngram", 2, 1.0, "match"),
-        Cell("standalone", 2, 1.0, "residual"),
-        Cell("standalone", 6, 1.0, "residual", "3x1"),
-        Cell("standalone", 12, 1.0, "residual", "12:3:4"),
-    ]
-
-
-def test_a_table_has_a_dash_for_what_is_missing():
-    row = result("plain", speedup=1.0, k=0)
-    other = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
-    options = dict(is_lossless=False, identical_rows=None, temperature=1.0)
-    lossy = result("ngram", k=2, speedup=0.5, rule="typical-acceptance", **options)
-    lines = summary.results_table([row, other, lossy]).splitlines()
-    column = lines[0].index("identical")
-    assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "", "– (lossy)"]
-    assert ".50 –" in lines[3] and "nan" not in "".join(lines)
-    assert summary.conclusions([row, other, lossy]) == []
-
-
-def test_what_ran_too_little_to_tell_is_marked():
-    fast, near, slow = result("a", 1.4, 1.6), result("b", 0.9, 1.5), result("c", 1.1, 1.3)
-    assert summary.interval_text(fast) == "1.40 to 1.60"
-    assert summary.interval_text(near) == "0.90 to 1.50 ?"
-    assert summary.interval_text(result("d", 0.5, 0.9)) == "0.50 to 0.90"  # told: slower
-    alone = result("e", math.nan, math.nan, speedup=2.0)
-    assert summary.interval_text(alone) == "one pair ?"
-    assert summary.conclusions([fast, near, slow]) == [
-        "Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.60), identical "
-        "output; with overlapping intervals: b K=3"
-    ]
-    (line,) = summary.conclusions([near])
-    assert "(0.90 to 1.50, not significant: the interval includes 1)" in line
-    assert "e K=3" in summary.conclusions([fast, result("e", speedup=1.0)])[0]
-    assert "2.00x plain decoding (one pair, no interval)" in summary.conclusions([alone])[0]
-
-
-def test_where_nothing_is_faster_the_conclusion_says_so():
-    slow, slower = result("ngram", 0.6, 0.64), result("b", 0.3, 0.4)
-    assert summary.conclusions([slower, slow]) == [
-        "Nothing beat plain decoding at T=0; closest: ngram, K=3, rule greedy: 0.62x plain "
-        "decoding (0.60 to 0.64), identical output"
-    ]
-
-
-def test_a_difference_is_said_to_be_rounding_or_not():
-    tie = RowAudit(2, "rounding", at=7, tokens=(5, 6), gap=0.003, rounding=0.002)
-    bug = dataclasses.replace(tie, verdict="bug", gap=0.5)
-    end = RowAudit(1, "bug", at=9, tokens=(None, 6))
-    assert [d.is_near_tie for d in (tie, bug, end)] == [True, False, False]
-    of = lambda *found, **more: result("a", 1.1, 1.2, differences=found, identical_rows=3, **more)
-    assert "identical but for near ties" in summary.conclusions([of(tie)])[0]
-    assert "NOT identical" in summary.conclusions([of(bug)])[0]
-    sampled = of(temperature=1.0)  # no logits were computed again
-    assert "output identical in 3 of 4 rows only" in summary.conclusions([sampled])[0]
-    lines = [reports.describe_difference(of(tie), d, "bfloat16") for d in (tie, bug, end)]
-    assert "row 2 diverges from plain decoding at token 7 (plain decoding takes id 5," in lines[0]
-    assert "(plain decoding takes none, this row id 6)" in lines[2]
-    assert "within the rounding of bfloat16" in lines[0] and "NOT within" in lines[1]
-    assert lines[2].endswith("ends: no near tie")
 
 
 def test_an_audit_is_summed_up_by_cell():
@@ -279,7 +200,7 @@ def test_the_interval_of_a_speedup_is_that_of_its_pairs():
     assert twice.value == pytest.approx(2 * few.value)
 
 
-@pytest.mark.parametrize("n", [3, 5, 8, 10, 20, 80])
+@pytest.mark.parametrize("n", [3, 10, 80])
 def test_the_interval_of_a_speedup_covers_the_truth_of_few_and_of_many_questions(n):
     """Speed-ups of questions are log-normal, and so are the tokens that they have."""
     rng, num = np.random.default_rng(n), 1000
@@ -291,32 +212,11 @@ def test_the_interval_of_a_speedup_covers_the_truth_of_few_and_of_many_questions
     assert 0.93 <= covered <= 0.97  # of a 95 % interval
 
 
-def test_a_position_that_decoding_never_reached_is_not_logged():
-    counts = {"emitted": 6, "first": 1, "accepted": 1, "corrected": 4, "rounds": 4}
-    decoded = stats.Stats(**counts, reached_at=(4, 1, 0), accepted_at=(1, 0, 0))
-    found = flatten(teacher_forced.acceptance_figures(decoded))
-    assert found == {"tau": 1.25, "accept_1": 0.25, "accept_2": 0.0}
-
-
 def test_an_interval_of_one_point_is_not_printed():
     assert str(Interval(0.5, 0.25, 0.75)) == "0.500 (0.250 to 0.750)"
     assert str(Interval(1.0, 1.0, 1.0)) == str(Interval(1.0, math.nan, math.nan)) == "1.000"
     assert str(jackknife(lambda x: x[..., None], np.asarray([2.0]))[0]) == "2.000"
     assert str(Interval(math.nan, math.nan, math.nan)) == "–"
-
-
-def test_no_panel_of_speedups_hides_a_point_of_another(tmp_path, monkeypatch):
-    """Panels share their axis: the first one's height must not cut the points of the second."""
-    monkeypatch.setattr(plots.plt, "close", lambda figure: None)
-    row = lambda temperature, value: result(
-        "x", 0.5, 40.0, value, k=1, tree="1", temperature=temperature
-    )
-    results = [row(0.0, 1.1), row(1.0, 2.0)]
-    comparison_plots.plot_speedup(tmp_path / "speedup.png", results, {})
-    figure = plots.plt.gcf()
-    assert all(axis.get_ylim()[0] < 0 and 4 < axis.get_ylim()[1] < 5 for axis in figure.axes)
-    monkeypatch.undo()
-    plots.plt.close(figure)
 
 
 def test_rows_without_a_round_leave_a_plot_without_points(tmp_path):
@@ -364,18 +264,6 @@ def test_memory_that_the_system_does_not_tell_is_left_out(tmp_path, monkeypatch)
     assert memory.peak_bytes() > 1e7, "elsewhere on Unix"
     monkeypatch.setitem(sys.modules, "resource", None)
     assert memory.peak_bytes() is None
-    config = {"program": "decode", "target": "a", "draft": "", "dtype": "float32"}
-    about = {"acceptance": {"source": "given"}, "config": config, "cells": [], "best": []}
-    result = {**about, "peak_memory_bytes": None}
-    assert "planner: not known" in plan_report.text(result)
-
-
-def test_every_series_has_a_marker_and_a_line_of_its_own():
-    """So that it can be read in grey."""
-    names = ["ngram", "standalone", "eagle-1", "eagle-3", "mtp", "suffix"]
-    found = comparison_plots._series([result(name) for name in names])
-    for part in ("marker", "linestyle", "color"):
-        assert len({series.look[part] for series in found}) == len(names)
 
 
 def test_a_table_in_markdown_keeps_its_columns():
@@ -383,12 +271,11 @@ def test_a_table_in_markdown_keeps_its_columns():
     assert found.splitlines()[-1].startswith("| a\\|b") and table(["x"], [["a|b"]]).endswith("a|b")
 
 
-def test_rows_that_nobody_examined_are_said():
-    rep = {"notes": [], "environment": {"load_1min": 0, "cores": 2}, "own": {}}
-    setup = types.SimpleNamespace(
-        config=types.SimpleNamespace(dtype="float32", baseline="same"), room=0
-    )
-    for temperature, why in ((0.0, "has_audit=True with this"), (1.0, "only examined at temp")):
-        r = result("a", 1.1, 1.2, temperature=temperature, batch=4, identical_rows=1)
-        (said,) = reports.notes(rep, [r], {}, setup, 0)
-        assert why in said and "batch 4: 3 of 4 rows diverge" in said
+def test_labels_of_an_axis_that_would_overlap_are_left_out():
+    sizes = [2**i for i in range(18)]
+    assert plots.spaced(sizes, 200) == sizes and plots.spaced([8, 1, 2, 9, 2], 12) == [1, 2, 8]
+    few = plots.spaced(sizes, 40)
+    # Two labels and a space between them need the room of all their digits.
+    widths = [len(str(n)) + 1 for n in few]
+    centers = [40 * math.log2(n) / 17 for n in few]
+    assert all(b - a >= (v + w) / 2 for a, b, v, w in zip(centers, centers[1:], widths, widths[1:]))
