@@ -17,7 +17,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_
 from spec_jax.data import python_source
 from spec_jax.data.records import read_records
 from spec_jax.data.splits import HeldOut, is_document
-from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -126,14 +126,6 @@ def test_a_finished_run_has_nothing_left_to_do(run, pair):
     assert lines(run[0]) == before
 
 
-def test_another_config_is_refused_by_name(run, pair):
-    before = lines(run[0])
-    message = r"other values of max_new_tokens, temperatures \(max_new_tokens was 8, not 9\)"
-    with pytest.raises(ConfigError, match=message):
-        regenerate(small(pair, max_new_tokens=9, temperatures=(1.0,)), run[0])
-    assert lines(run[0]) == before
-
-
 @pytest.mark.parametrize("change", [{"mesh": "data:2"}, {"batch": 2}])
 def test_only_in_float32_a_run_goes_on_with_another_mesh_or_batch(run, pair, tmp_path, change):
     shutil.copytree(run[0], tmp_path / "run")
@@ -170,29 +162,6 @@ def test_a_line_that_is_no_response_is_named(run, tmp_path, line):
     assert len(path.read_text().splitlines()) == 2
 
 
-CHANGES = [
-    ({"batch": 0}, "batch is 0; expected 1 or more"),
-    ({"num_prompts": 0}, "num_prompts is 0"),
-    ({"min_prompt_tokens": 13}, "at most max_prompt_tokens 12"),
-    ({"temperatures": ()}, "temperatures is .*; expected one or more"),
-    ({"temperatures": (-1.0,)}, "temperature is -1.0; expected 0 or more"),
-    ({"tests_share": 2.0}, r"a number in \[0, 1\]"),
-    ({"dtype": "int8"}, "float32, bfloat16"),
-    ({"max_new_tokens": 60}, "a prompt of 12 tokens and 60 new ones are 72"),
-    ({"rule": "typical-acceptance"}, "changes the target's distribution; use a lossless one"),
-    ({"rule": "match", "draft": ""}, "none without a draft"),
-    ({"draft": "no/such"}, "neither a directory nor a zoo name"),
-    ({"prompts": "no/such.jsonl"}, "there is no file no/such.jsonl"),
-]
-
-
-@pytest.mark.parametrize("changes, message", CHANGES)
-def test_bad_values_are_refused_before_anything_is_made(pair, tmp_path, changes, message):
-    with pytest.raises(SpecJaxError, match=message):
-        regenerate(small(pair, **changes), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out):
     config = small(pair, draft="")
     decoder = experiment.load_decoder(config)
@@ -200,13 +169,12 @@ def test_a_piece_depends_on_its_index_alone_and_begins_at_a_line(pair, held_out)
         list(experiment.prompts_of(small(pair, num_prompts=n), decoder)[1]) for n in (5, 40)
     )
     assert few == many[:5] and len({len(ids) for _, ids in many}) > 5
-    texts = list(itertools.islice(python_source.train_pieces(0, max_chars=80), 40))
-    assert texts == list(itertools.islice(python_source.train_pieces(0, max_chars=80), 40))
+    pieces = lambda seed: [*itertools.islice(python_source.train_pieces(seed, max_chars=80), 40)]
+    texts = pieces(0)
+    assert texts == pieces(0) != pieces(1)
     whole = ["\n" + text for _, text in held_out]
     assert all(any("\n" + text in one for one in whole) for text in texts)
     assert max(map(len, texts)) == 80 and len(set(texts)) > 30
-    other = list(itertools.islice(python_source.train_pieces(1, max_chars=80), 40))
-    assert other != texts
 
 
 @pytest.mark.exhaustive
