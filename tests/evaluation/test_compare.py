@@ -59,12 +59,9 @@ def test_two_drafts_are_compared_in_three_lines(comparison):
 
 def test_it_shows_as_text_as_html_and_as_a_plot(comparison):
     text, html = str(comparison), comparison._repr_html_()
-    titles = ("Acceptance by kind", "Acceptance by place")
-    for part in ("twin", "ngram", "95 % interval", "at T=0", "identifier", *titles):
+    for part in ("twin", "at T=0", "identifier", "Acceptance by kind", "Acceptance by place"):
         assert part in text and part in html
-    assert repr(comparison) == text and "<script" not in html
-    figure = comparison.plot()
-    (axis,) = figure.axes
+    (axis,) = comparison.plot().axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["twin K=2", "ngram K=2"]
 
 
@@ -176,52 +173,36 @@ def test_drafts_are_named_by_what_is_given(pair):
     assert [*name_drafts(target, "suffix")] == ["suffix"]
 
 
-DRAFTS = [
+RESIDUAL = spec_jax.rules.make_rule(
+    spec_jax.SpeculativeConfig(rejection_sampling_strategy="block")
+)._replace(name="residual")
+REFUSED = [
     ([], {}, r"drafts are \[\]; expected one or more"),
+    (3, {}, "is of type int; expected a model, a head"),
     ({"plain": "ngram"}, {}, "none named 'plain'"),
     ({"x": 3}, {}, "draft 'x' is of type int; expected a model, a head"),
     ({"x": "ngram"}, {}, "draft 'x' is the method 'ngram'; give it by its own name: {'ngram'"),
     ({"suffix": "zoo/draft"}, {}, "the draft named 'suffix' is not the method 'suffix'"),
     ("ngram", {"ks": {"other": (1,)}}, "ks are of other; the drafts are ngram"),
-    ("ngram", {"ks": []}, "ks is empty; expected one value or more"),
     ("ngram", {"ks": {"ngram": []}}, "ks is empty; expected one value or more"),
     ("ngram", {"temperatures": ()}, "temperatures is empty; expected one value or more"),
     ("ngram", {"sampler": [spec_jax.SamplerConfig()]}, "sampler is of type list; expected one Sam"),
+    ("ngram", {"sampler": spec_jax.SamplerConfig(temperature=0.7)}, "give temperatures=0.7"),
     ("zoo/eagle1", {}, "draft 'zoo/eagle1' cannot draft for .*target: .*a target of vocabulary"),
     ("ngram", {"rules": ["blok"]}, "rule is 'blok' .did you mean block.*; expected one of"),
     ("ngram", {"copying_rules": "mach"}, "rule is 'mach' .did you mean match"),
+    ("ngram", {"rule": RESIDUAL, "temperatures": 1.0}, "has the name 'residual', which a rule"),
     ("ngram", {"batch": 0}, "batch is 0"),
     ("ngram", {"prompts": []}, "there are 0 prompts"),
     ("zoo/draft", {}, "nothing to compare .*the vocabularies differ"),
 ]
 
 
-@pytest.mark.parametrize("drafts, changes, message", DRAFTS)
-def test_what_cannot_be_compared_is_refused(pair, drafts, changes, message):
-    prompts = changes.pop("prompts", PROMPTS)
-    with pytest.raises((ConfigError, PromptError), match=message):
-        spec_jax.compare(str(pair / "target"), drafts, prompts, **changes)
-
-
-@pytest.mark.parametrize("drafts", [3, None, [3]], ids=str)
-def test_what_is_no_draft_is_refused_by_type(drafts):
-    with pytest.raises(ConfigError, match="is of type .*; expected a model, a head"):
-        spec_jax.compare(mock_model(5, 0), drafts, [[1, 2]])
-
-
-def test_a_custom_rule_does_not_replace_one_of_the_package():
-    target, draft = mock_model(5, 0), mock_model(5, 1)
-    custom = spec_jax.rules.make_rule(
-        spec_jax.SpeculativeConfig(rejection_sampling_strategy="block")
-    )._replace(name="residual")
-    with pytest.raises(ConfigError, match="the custom rule has the name 'residual', which a rule"):
-        spec_jax.compare(target, draft, [[1, 2]], rule=custom, temperatures=1.0)
-
-
-def test_a_temperature_is_not_taken_from_the_sampler():
-    with pytest.raises(ConfigError, match="give temperatures=0.7"):
-        sampler = spec_jax.SamplerConfig(temperature=0.7)
-        spec_jax.compare(mock_model(5, 0), mock_model(5, 1), [[1, 2]], sampler=sampler)
+@pytest.mark.parametrize("drafts, changes, words", REFUSED)
+def test_what_cannot_be_compared_is_refused(pair, drafts, changes, words):
+    options = {"prompts": PROMPTS} | changes
+    with pytest.raises((ConfigError, PromptError), match=words):
+        spec_jax.compare(str(pair / "target"), drafts, **options)
 
 
 @pytest.mark.exhaustive

@@ -50,11 +50,10 @@ def test_comments_belong_to_the_keys_beside_and_below_them(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["decode", "published"])
-def test_help_shows_flags_and_keys(name):
-    command = [sys.executable, "-m", f"experiments.{name}", "--help"]
+def test_help_shows_flags_and_keys():
+    command = [sys.executable, "-m", "experiments.decode", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
-    assert f"python -m experiments.{name}" in done.stdout and "--workdir=" in done.stdout
+    assert "python -m experiments.decode" in done.stdout and "--workdir=" in done.stdout
     key = "--config.repeats=2                        turns of each batch; their median counts"
-    assert (key in done.stdout) is (name == "decode")
+    assert key in done.stdout

@@ -24,7 +24,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.planning import Job, roofline
 from spec_jax.planning.chips import CHIPS, Topology
 from spec_jax.planning.presets import PRESETS
-from spec_jax.tree import DynamicTree, Tree
+from spec_jax.tree import DynamicTree
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -99,22 +99,15 @@ def test_the_best_k_is_one_that_fits():
     assert plan_report.best([cell(0, 10, False)])[0]["k"] is None
 
 
-@pytest.mark.parametrize(
-    "written, name, nodes", [("3,2", "3x2", (3 + 6, 2)), ("8:3:4", "8:3:4", (8, 3))]
-)
-def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path, written, name, nodes):
-    found = plan.run(config(draft="eagle3", tree=written, num_draft="7"), str(tmp_path))
+def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path):
+    found = plan.run(config(draft="eagle3", tree="8:3:4", num_draft="7"), str(tmp_path))
     plain, one = found["cells"]
-    assert (plain["k"], one["k"], one["tree"]) == (0, nodes[0], name)
-    tree = Tree.branching((3, 2)) if "," in written else DynamicTree(8, 3, 4)
-    assert tree.depth == nodes[1]
-    target = PRESETS["llama-3.1-8b"]
-    head = find_draft("eagle3", target)
+    assert (plain["k"], one["k"], one["tree"]) == (0, 8, "8:3:4")
+    models = (PRESETS["llama-3.1-8b"], find_draft("eagle3", PRESETS["llama-3.1-8b"]))
     setting = roofline.Setting(8, 2048, one["mesh"])
-    floor = roofline.decode_round(target, head, nodes[0], setting, tree).floor_s(CHIPS["v5e"])
+    floor = roofline.decode_round(*models, 8, setting, DynamicTree(8, 3, 4)).floor_s(CHIPS["v5e"])
     assert one["floor_s"] == pytest.approx(floor) and one["tok_s"] is None
     assert found["best"] == []
-    assert "A tree's speed is not predicted" in (tmp_path / "report.md").read_text()
 
 
 def test_a_queue_divides_its_time_between_prefill_and_rounds(tmp_path):
@@ -128,7 +121,6 @@ def test_a_queue_divides_its_time_between_prefill_and_rounds(tmp_path):
         assert cell["queue"]["prefill_share"] == pytest.approx(prefill_s / (prefill_s + decode_s))
         assert cell["queue"]["tok_s"] == pytest.approx(100 / (prefill_s + decode_s))
         assert cell["queue"]["tok_s"] < cell["tok_s"]
-    assert "of a queue's time" in (tmp_path / "report.md").read_text()
 
 
 def test_what_is_trained_on_gpus_is_counted_without_a_program(tmp_path):
@@ -143,7 +135,6 @@ def test_what_is_trained_on_gpus_is_counted_without_a_program(tmp_path):
     assert not model["state"]["frozen"] and model["fits"] and model["tok_s"] is None
     assert head["state"]["frozen"] == pytest.approx(2 * weights / 8, rel=1e-3)
     assert head["state"]["state"] == pytest.approx(3 * head["state"]["gradients"], rel=1e-3)
-    assert "before activations" in (tmp_path / "eagle3" / "report.md").read_text()
     alone = sizes | {"topology": "h100:1", "draft": ""}
     (lacking,) = plan.run(config(**alone), str(tmp_path / "alone"))["cells"]
     assert lacking["shortfall"] == pytest.approx(16 * weights - 80e9, rel=0.02)
@@ -171,7 +162,6 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
     planned = lambda name, **more: plan.run(config(draft="eagle3", **more), str(tmp_path / name))
     chain = planned("chain", acceptance=f"{path}:1", num_draft="1,3,5")
     assert [c["tokens"] for c in chain["cells"]] == pytest.approx([1, 1.6, 1.9, 1.9])
-    assert "row 1, ngram K=3" in (tmp_path / "chain" / "report.md").read_text()
     tree = planned("tree", acceptance=f"{path}:2", tree="3,2")
     assert tree["cells"][1]["tokens"] == pytest.approx(2.35) and tree["best"][0]["k"] == 9
     for more, message in (
@@ -187,40 +177,6 @@ def test_measured_acceptance_is_that_of_the_named_row(tmp_path):
     assert one["tokens"] == pytest.approx(1 + 0.7 + 0.7 * 0.5)
     with pytest.raises(ConfigError, match="has no row with accepted drafts"):
         planned("none", acceptance=measured(tmp_path, results=[decoded()]))
-
-
-CHANGES = [
-    ({"topology": "v9:2x2"}, "known chips: v4, v5e"),
-    ({"topology": "v5e:3x3"}, "shapes of v5e: 1x1"),
-    ({"mesh": "data:2,tensor:2"}, "has 4 devices; v5e:2x4 has 8"),
-    ({"batch": "8,x"}, "batch is '8,x'; expected positive integers"),
-    ({"acceptance": "1.5"}, "acceptance is '1.5'; expected rates"),
-    ({"acceptance": "none/report.json:2"}, "there is no file none/report.json"),
-    ({"acceptance": __file__}, "has no row with accepted drafts"),
-    ({"target": "llama-9"}, "model is 'llama-9'; expected one of llama-3.1-8b"),
-    ({"draft": "eagle4"}, "none of eagle1, eagle3, peagle, mtp, dflash"),
-    ({"program": "fill"}, "program is 'fill'; expected decode, prefill or train"),
-    ({"program": "prefill"}, "is_compiled is False; expected True for prefill"),
-    (
-        {"program": "prefill", "is_compiled": True, "slots": "256"},
-        "prefill_chunk is '512'; expected at most the 256 slots",
-    ),
-    ({"prompt_tokens": -1}, "prompt_tokens is -1; expected 0 or more"),
-    ({"prompt_tokens": 9, "program": "train"}, "prompt_tokens is 9; expected 0 but to decode"),
-    ({"prompt_tokens": 2000}, "prompt_tokens is 2000; expected at most what 2048 slots leave"),
-    ({"new_tokens": 0}, "new_tokens is 0"),
-    ({"is_fully_sharded": True}, "is_fully_sharded is True; expected False to decode"),
-    ({"tree": "3,y"}, "the tree is '3xy'; expected children by depth"),
-    ({"tree": "3,2", "draft": ""}, "tree is '3,2'; expected none without a draft"),
-    ({"tree": "3,2", "draft": "ngram"}, "'ngram' drafts chains"),
-]
-
-
-@pytest.mark.parametrize("changes, message", CHANGES)
-def test_plans_that_cannot_be_are_refused(changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        plan.run(config(**changes), str(tmp_path))
-    assert not list(tmp_path.iterdir())
 
 
 def test_without_libtpu_the_message_says_how_to_install_it(monkeypatch, tmp_path):
@@ -262,7 +218,6 @@ def test_a_planned_training_step_holds_its_share_of_weights_and_moments(tmp_path
     assert cell["state"]["state"] == pytest.approx(state, rel=0.001)  # which is laid out in tiles
     assert cell["compiled"]["counted"]["collectives"]["all-gather"][0] > 0
     assert cell["fits"] and cell["tok_s"] is None and report["best"] == []
-    assert "all-gather of" in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.exhaustive
@@ -296,4 +251,3 @@ def test_a_planned_prefill_needs_temporaries_for_a_chunk_and_copies_no_cache(tmp
         scores = 4 * (8 // 2) * (8 // 2) * chunk * 4096  # f32, of the rows and heads of a device
         # Two buffers of scores, and what jax 0.10 holds besides: .22 of one.
         assert cell["compiled"]["needs"]["temporaries"] < 2.4 * scores
-    assert "one chunk of the prompts" in (tmp_path / "run" / "report.md").read_text()

@@ -1,6 +1,5 @@
 """A round's stages in a recorded trace: names from the program's text, every moment once."""
 
-import dataclasses
 import gzip
 import json
 import statistics
@@ -44,25 +43,19 @@ ENTRY %main (p: s32[]) -> s32[] {
 """  # noqa: E501
 
 
+SCOPES = {
+    "jit(f)/while/body/verify/attention/cond/branch_1_fun/mlp/mul": ("verify", "attention"),
+    "jit(f)/while/body/draft/while/body/draft_pass/attention/add": ("draft", "draft_pass"),
+    "jit(f)/while/body/commit/draft_pass/mlp/mul": ("commit", "draft_pass"),
+    "jit(f)/while/body/accept/vmap()/iota": ("accept", ""),
+    "jit(f)/while/body/verify/jit(take_along_axis)/draft": ("verify", ""),
+    "jit(f)/while/body/add": ("loop", ""),
+    "reduce_sum": ("loop", ""),
+}
+
+
 def test_a_scope_names_its_stage_and_the_outermost_part():
-    cases = {
-        "jit(generate)/while/body/verify/attention/cond/branch_1_fun/mlp/mul": (
-            "verify",
-            "attention",
-        ),
-        "jit(generate)/while/body/draft/while/body/eval_jaxpr/draft_pass/attention/add": (
-            "draft",
-            "draft_pass",
-        ),
-        "jit(generate)/while/body/commit/draft_pass/mlp/mul": ("commit", "draft_pass"),
-        "jit(generate)/while/body/accept/vmap()/iota": ("accept", ""),
-        "jit(generate)/while/body/verify/jit(take_along_axis)/draft": ("verify", ""),
-        "jit(generate)/while/body/add": ("loop", ""),
-        "reduce_sum": ("loop", ""),
-    }
-    assert {scope: stage_of(scope) for scope in cases} == cases
-    names = [stages.name_of(stage) for stage in cases.values()]
-    assert names[:4] == ["verify: attention", "draft: draft pass", "commit: draft pass", "accept"]
+    assert {scope: stage_of(scope) for scope in SCOPES} == SCOPES
 
 
 def test_a_program_names_the_stage_of_every_operation_but_of_loops():
@@ -125,18 +118,6 @@ def test_every_moment_counts_once(seed):
     assert stages.add_up([], kinds) == []
 
 
-def test_a_product_that_once_waited_for_a_core_does_not_make_its_stage_slow():
-    kinds, spans, at = {"a": ("draft", ""), "b": ("verify", "mlp")}, [], 0.0
-    for i in range(9):
-        for name, took in (("a", 10.0), ("b", 900.0 if i == 4 else 30.0)):
-            spans.append(OperationRun(name, at, at + took))
-            at += took + 1.0
-    draft, verify, delays = stages.add_up(spans, kinds)
-    assert (draft.time_ns, verify.time_ns) == (9 * 11, 9 * 31)  # with the gap before each
-    assert delays.time_ns == 870 - 1  # nothing is before the first
-    assert stages.name_of(delays[:2]) == "beyond the medians"
-
-
 def _trace(path, planes):
     """Writes a trace; ``planes`` hold (line, name, begin ns, duration ns, stats) by name."""
     names = ("hlo_op", "_p", "_c")
@@ -189,40 +170,13 @@ def test_a_trace_of_devices_counts_one_of_them(tmp_path):
     assert stages.read_spans(path, {"dot.3"}) == [OperationRun("dot.3", 5, 11)] * 2
 
 
-def test_the_trace_for_perfetto_has_lines_of_stages_parts_and_operations(tmp_path):
-    kinds = {"a": ("draft", "draft_pass"), "b": ("draft", ""), "c": ("verify", "mlp")}
-    spans = [
-        OperationRun("a", 0, 1000),
-        OperationRun("b", 1500, 4000),
-        OperationRun("c", 3900, 9000),
-    ]
-    stages.write_trace(tmp_path / "t.json.gz", spans, kinds)
-    events = json.loads(gzip.open(tmp_path / "t.json.gz", "rt").read())["traceEvents"]
-    lines = {}
-    for event in events:
-        if event["ph"] == "X":
-            lines.setdefault(event["tid"], []).append((event["name"], event["ts"], event["dur"]))
-    assert [name for name, *_ in lines[1]] == ["draft", "verify"]
-    assert [name for name, *_ in lines[2]] == ["draft: draft pass", "draft: other", "verify: mlp"]
-    assert lines[1][0] == ("draft", 0, 4) and lines[1][1] == ("verify", 4, 5)
-    assert lines[3] == [("a", 0, 1), ("b", 1.5, 2.5)] and lines[4] == [("c", 3.9, 5.1)]
-
-
-def test_a_table_says_what_is_left_and_why_there_is_none():
+def test_a_table_says_what_is_left_and_several_processes_are_refused(monkeypatch):
     stage = profiling.StageTime("verify", "mlp", 1.92, 0.96, 0.1, 80.0)
     record = profiling.RoundProfile(9, 2.0, 3.0, 0.96, (stage,))
     (section,) = profiling.sections({"mine": record})
     assert "mine: a round takes 2.000 ms; traced, 3.000 (1.50 times as long)" in section.title
     assert section.rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
     assert section.rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
-    unnamed = dataclasses.replace(record, stages=(), note="nothing was named")
-    (empty,) = profiling.sections({"mine": unnamed})
-    assert "nothing was named" in empty.title and not empty.rows
-    assert "## Where a round goes" in profiling.document({"mine": record})
-    assert profiling.document({}) == []
-
-
-def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(ConfigError, match="traces one process; these are 2"):
         profiling.check()
@@ -230,13 +184,8 @@ def test_several_processes_are_refused(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_the_stages_of_a_traced_round_add_up_to_it(tmp_path):
-    shape = {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    }
+    shape = dict(vocab_size=512, hidden_size=128, intermediate_size=512, num_attention_heads=4)
+    shape["max_position_embeddings"] = 512
     target = random_model("target", shape | {"num_hidden_layers": 2}, 0)
     draft = random_model("draft", shape | {"num_hidden_layers": 1}, 1)
     bench = Bench(target, {"standalone": draft}, [[1, 2, 3]], SamplerConfig(), 32)
@@ -244,7 +193,8 @@ def test_the_stages_of_a_traced_round_add_up_to_it(tmp_path):
     (record,) = profiling.profile_cells(bench, [cell], tmp_path).values()
     folder = tmp_path / "standalone_K=2_T=0_greedy"
     assert [*folder.glob("plugins/profile/*/*.xplane.pb")]
-    assert json.loads(gzip.open(folder / "stages.trace.json.gz", "rt").read())["traceEvents"]
+    events = json.loads(gzip.open(folder / "stages.trace.json.gz", "rt").read())["traceEvents"]
+    assert {"draft", "verify", "verify: mlp"} <= {e["name"] for e in events if e["ph"] == "X"}
     found = {(s.stage, s.part): s for s in record.stages}
     assert {s[0] for s in found} == {"draft", "verify", "accept", "commit", "loop", "delays"}
     # A busy machine begins a call late, which is no stage: CI has neighbours.
