@@ -72,18 +72,12 @@ def test_no_command_prints_help_and_every_option_has_its_default(capsys):
 LINES = [
     (["generate", "no/such/model", "x"], "error: no/such/model is neither a directory nor"),
     (["certify", "--rule", "residul"], "error: rule is 'residul' (did you mean residual?); "),
-    (["certify", "--drafter", "no_such:make"], "there is no module 'no_such'"),
     (["generate", "zoo/target", "x", "--max-tokens", "5"], "name --max-new-tokens, which"),
     (
         ["generate", "zoo/target", "x", "--draft", "zoo/draft", "--k", "0"],
         "error: --k is 0; expected an integer of 1 or more (for plain decoding, leave out --draft)",
     ),
-    (
-        ["generate", "zoo/target", "x", "--drafter", "m:make", "--k", "-1"],
-        "--k is -1; expected an integer of 1 or more (for plain decoding, leave out --drafter)",
-    ),
     (["inspect", "zoo/eagel3"], "(did you mean zoo/eagle3?)"),
-    (["inspect", "no/such/model"], "error: no/such/model is neither a directory nor"),
 ]
 
 
@@ -112,16 +106,6 @@ def test_a_certificate_is_printed_and_a_failed_one_is_status_1(monkeypatch, caps
     assert capsys.readouterr().out == "Certificate\nNo certificate: a joint probability differs\n"
 
 
-@pytest.mark.exhaustive
-def test_the_command_runs_in_a_process_of_its_own():
-    run = lambda *args: subprocess.run(
-        [sys.executable, "-m", "spec_jax", *args], capture_output=True, text=True, timeout=120
-    )
-    done = run("inspect", "zoo/eagle3")
-    assert done.returncode == 0 and "eagle" in done.stdout and done.stderr == ""
-    assert run("generate").returncode == 2 and run().returncode == 0
-
-
 def test_a_model_is_counted_from_its_headers(pair):
     found, model = inspect(pair / "target"), spec_jax.load_model(pair / "target")
     assert found.kind == "model" and found.num_params == model.num_params
@@ -141,31 +125,24 @@ def test_heads_of_the_zoo_are_told_apart(name, kind):
 
 
 def test_what_is_no_model_says_what_it_is(pair, tmp_path):
-    only_tokens = tmp_path / "tokens"
-    only_tokens.mkdir()
-    shutil.copy(pair / "target" / "tokenizer.json", only_tokens)
-    found = inspect(only_tokens)
-    assert found.kind == "tokenizer" and found.num_params is None
+    for name in ("tokens", "gguf"):
+        (tmp_path / name).mkdir()
+    shutil.copy(pair / "target" / "tokenizer.json", tmp_path / "tokens")
+    found = inspect(tmp_path / "tokens")
+    assert (found.kind, found.num_params) == ("tokenizer", None)
     assert found.notes == ("there are no weights",)
-
-    (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model-q4.gguf").write_bytes(b"GGUF")
     assert "it holds GGUF, which is not read" in inspect(tmp_path / "gguf").notes[0]
-
     torch = shutil.copytree(pair / "target", tmp_path / "torch")
     (torch / "model.safetensors").rename(torch / "pytorch_model.bin")
-    notes = " ".join(inspect(torch).notes)
-    assert "files of torch (pytorch_model.bin)" in notes
+    assert "files of torch (pytorch_model.bin)" in " ".join(inspect(torch).notes)
 
     other = shutil.copytree(pair / "target", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "rwkv"}))
     found = inspect(other)
     assert found.num_params and "'rwkv' is not supported" in found.refused
-    name, first, *_ = str(found).splitlines()
-    assert first == f"load_model refuses it: {found.refused}" and "write_a_family.md" in first
-    (other / "model.safetensors").unlink()
-    assert "'rwkv' is not supported" in inspect(other).refused
+    assert f"load_model refuses it: {found.refused}" in str(found).splitlines()[1]
 
 
 def test_padding_and_tensors_that_do_not_fit_are_noted(pair, tmp_path):

@@ -344,27 +344,6 @@ def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     assert f"after 240 answers, from jax 0.{version} to {version}" in "".join(elsewhere["notes"])
 
 
-@pytest.mark.measure
-def test_spec_bench_to_its_end_and_killed_on_the_way(data_dir, tmp_path):
-    """All 480 questions and 80 second turns; twice, of which once through a SIGKILL."""
-    config = evaluate_zoo.get_config()
-    options = dict(ks=(3,), repeats=1, max_new_tokens=16, max_prompt_tokens=200, num_shown=1)
-    config.update(target=str(data_dir / "models" / "stories260K"), drafts="ngram", num_prompts=0)
-    config.update(data=str(data_dir / "prompts" / "spec_bench_question.jsonl"))
-    config.update(options)
-    before = kill_in_the_middle(config, tmp_path / "killed", 480)
-    assert 480 <= len(before) < 960
-    rep = evaluate.evaluate(config, tmp_path / "killed")
-    after = lines(tmp_path / "killed")
-    assert len(after) == 960 and after[:478] == before[:478]
-    whole = evaluate.evaluate(config, tmp_path / "whole")
-    assert report_of(tmp_path / "killed") == report_of(tmp_path / "whole")
-    plain, ngram = rep["results"]
-    assert ngram["identical_to_plain"] and ngram["rows"] == 560
-    assert [part["questions"] for part in ngram["categories"].values()][0] == 80
-    print(f"killed after {len(before)} answers; {whole['elapsed_s']} s undisturbed; {ngram['tau']}")
-
-
 @pytest.mark.exhaustive
 def test_a_run_with_other_questions_is_refused(twenty):
     pair, data, folder, _ = twenty

@@ -14,7 +14,6 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.engine.stats import predicted_speedup
-from spec_jax.errors import ConfigError
 from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
@@ -62,21 +61,11 @@ def test_plain_8b_on_one_h100_is_bound_by_its_weights():
 
 
 def test_rounds_have_the_passes_that_the_drafters_run():
-    named = lambda draft, *args: [
-        (one.name, one.count) for one in decode_round(TARGET, draft, *args).passes
-    ]
-    assert named(None) == [("verify", 1)]
-    assert named("ngram", 5) == [("verify", 1)]
+    named = lambda draft, K: [(p.name, p.count) for p in decode_round(TARGET, draft, K).passes]
+    assert named("ngram", 5) == named(None, 0) == named(EAGLE, 0) == [("verify", 1)]
     assert named(DRAFT, 3) == [("verify", 1), ("draft", 1), ("draft", 2)]
     assert named(EAGLE, 3) == [("verify", 1), ("refresh", 1), ("draft", 2)]
-    assert named(MODULES, 2) == [
-        ("verify", 1),
-        ("refresh", 1),
-        ("refresh", 1),
-        ("draft", 1),
-        ("refresh", 1),
-    ]
-    assert named(EAGLE, 0) == named(None)
+    assert named(MODULES, 2)[1:] == [(x, 1) for x in ("refresh", "refresh", "draft", "refresh")]
 
 
 def works(one):
@@ -89,8 +78,11 @@ def test_passes_feed_what_the_drafters_feed():
     run = lambda stack, *args: stack.run(setting, *args)
     target, again = Stack.of(TARGET, setting), Stack.of(EAGLE, setting, unread=("fc", "input_norm"))
     head = Stack.of(EAGLE, setting)
-    passes = works(decode_round(TARGET, EAGLE, 3, setting))
+    one = decode_round(TARGET, EAGLE, 3, setting)
+    passes = works(one)
     assert passes == [run(target, 4, 4), run(head, 4, 1), run(again, 1, 1), run(again, 1, 1)]
+    assert one.work == sum(passes, Work())
+    assert one.floor_s(CHIP) == pytest.approx(sum(work.floor_s(CHIP) for work in passes))
     # The first pass of a standalone draft feeds two tokens.
     draft = Stack.of(DRAFT, setting)
     passes = works(decode_round(TARGET, DRAFT, 2, setting))
@@ -105,12 +97,6 @@ def test_passes_feed_what_the_drafters_feed():
     dynamic = DynamicTree(60, 8, 10)
     passes = works(decode_round(TARGET, EAGLE, 60, setting, dynamic))
     assert passes == [run(target, 61, 61), run(head, 9, 1), *[run(again, 10, 10)] * 7]
-
-
-def test_round_is_the_sum_of_its_passes():
-    one = decode_round(TARGET, EAGLE, 3)
-    assert one.work == sum(works(one), Work())
-    assert one.floor_s(CHIP) == pytest.approx(sum(work.floor_s(CHIP) for work in works(one)))
 
 
 def test_prediction_is_leviathans_formula_with_the_costs_of_the_floor():
@@ -216,25 +202,6 @@ def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate)
     one = decode_round(TARGET, draft, num_draft, change(mesh="data:1")).work
     shared = decode_round(TARGET, draft, num_draft, setting).work
     assert shared.flops <= one.flops
-
-
-CALLS = [
-    (lambda: prefill(TARGET, 0), "prompt_tokens is 0 and chunk 512"),
-    (lambda: prefill(TARGET, 9, chunk=0), "prompt_tokens is 9 and chunk 0"),
-    (lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
-    (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
-    (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
-    (lambda: decode_round(TARGET, "eagle", 4), "draft is 'eagle'"),
-    (lambda: decode_round(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
-    (lambda: predict(TARGET, EAGLE, 2, 3.5, CHIPS["v5e"]), "tokens is 3.5; .* emits 1 to 3"),
-    (lambda: predict(TARGET, EAGLE, 2, 0.5, CHIPS["v5e"]), "tokens is 0.5"),
-]
-
-
-@pytest.mark.parametrize("call, message", CALLS)
-def test_what_cannot_be_is_refused(call, message):
-    with pytest.raises(ConfigError, match=message):
-        call()
 
 
 @pytest.mark.exhaustive

@@ -19,7 +19,6 @@ from support.published_configs import (
 
 from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.errors import ConfigError
 from spec_jax.meshes import make_mesh
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
@@ -31,7 +30,7 @@ from spec_jax.models.params import num_params, param_shardings
 from spec_jax.planning import choose, roofline
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import PRESETS, find_config
-from spec_jax.planning.work import Setting, Stack, Work
+from spec_jax.planning.work import Setting, Stack
 from spec_jax.sharding import spec, state_axes
 
 # 4 query heads, 2 key-value heads of 8.
@@ -63,7 +62,7 @@ def test_presets_have_the_published_numbers_of_parameters(name, count):
     assert Stack.of(config, Setting()).num_params == count
 
 
-def test_config_of_a_directory_is_found_and_anything_else_refused(tmp_path):
+def test_config_of_a_directory_is_found(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,'
         ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
@@ -71,8 +70,6 @@ def test_config_of_a_directory_is_found_and_anything_else_refused(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         config = find_config(str(path))
         assert (num_params(config), config.scan_layers) == (num_params(SMALL), True)
-    with pytest.raises(ConfigError, match="'llama-9b'; expected one of llama-3.1-8b"):
-        find_config("llama-9b")
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])
@@ -159,15 +156,13 @@ def test_arithmetic_is_what_xla_counts(scored):
     assert predicted <= counted <= 1.08 * predicted
 
 
-def test_every_family_is_counted_with_what_its_cache_keeps():
+def test_layers_without_a_cache_of_slots_keep_a_fixed_one():
     settings = dict(attn_layer_indices=(1,), mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
-    options = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **settings)
-    bamba = BambaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **options)
+    bamba = BambaConfig(**{k: x for k, x in _SMALL.items() if k != "head_dim"}, **settings)
     stack = Stack.of(bamba, Setting())
     assert stack.num_params == num_params(bamba)
     assert stack.slot_bytes == 2 * 2 * 8 * 2  # one of its layers attends
-    assert stack.fixed_bytes > 0
-    assert Stack.of(SMALL, Setting()).fixed_bytes == 0
+    assert stack.fixed_bytes > 0 == Stack.of(SMALL, Setting()).fixed_bytes
 
 
 def test_a_published_model_of_latents_and_experts_is_counted_on_its_mesh():
@@ -248,16 +243,3 @@ def test_replicated_draft_is_whole_on_every_device():
     stack = Stack.of(draft, setting, is_draft=True)
     assert (stack.num_params, stack.num_reduced) == (num_params(draft), 0)
     assert Stack.of(draft, setting).num_params < num_params(draft) / 3.9
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"batch": 0}, {"context": -1}, {"mesh": "data:0"}, {"mesh": "model:2"}]
-)
-def test_setting_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
-        Setting(**wrong)
-
-
-def test_work_adds_up():
-    one = Work(1, 2, 3, 4)
-    assert one + one == one * 2 == Work(2, 4, 6, 8)

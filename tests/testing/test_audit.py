@@ -1,7 +1,6 @@
 """The audit: rounding is called rounding, and a planted defect a bug, also at a near tie."""
 
 import collections
-import dataclasses
 import functools
 import gzip
 import json
@@ -15,7 +14,7 @@ import spec_jax
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
-from spec_jax.testing.auditing.verdict import Choice, Trail, first_difference, judge
+from spec_jax.testing.auditing.verdict import Choice, Trail, judge
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
 # The other text has few places where decoding parts, and few tokens before them.
@@ -56,21 +55,16 @@ def test_evidence_says_where_and_how_much():
     taken = [Choice("plain decoding", "id 5", 0.0), Choice("the decoder", "id 7", 9.0)]
     verdict, evidence = judge(1, gaps, rounding, [trail(own_gap=2.0)], taken)
     assert verdict == "bug" and "emits a token at 0 that is not the best" in evidence[0]
-    assert evidence[1] == (
-        "at 1 plain decoding takes id 5, 0 below the best, and the decoder takes id 7, 9 below the "
-        "best in float32, where rounding moves a logit by up to 0.1"
-    )
-    assert "the token at 1 lies 9 below" in judge(None, gaps, rounding, [])[1][0]
-    text = str(RowAudit(3, verdict, evidence, 1))
-    assert text.startswith("row 3: bug at token 1; the decoder emits")
-
-
-def test_evidence_says_whose_token_is_whose():
+    assert "at 1 plain decoding takes id 5, 0 below the best, and the decoder takes" in evidence[1]
+    assert str(RowAudit(3, verdict, evidence, 1)).startswith("row 3: bug at token 1; the decoder")
     target = mock_model()
     texts = "; ".join(audit_outputs(target, [0, 1], [1, 2], [1, 3]).evidence)
     assert "the first output takes id 2, " in texts and "the second takes id 3, " in texts
-    (ended,) = audit_outputs(target, [0, 1], [1], [1, 3]).evidence
-    assert ended == "the first output ends there, the second takes id 3"
+    ended = audit_outputs(target, [0, 1], [1], [1, 3])
+    assert ended.evidence == ("the first output ends there, the second takes id 3",)
+    assert (ended.at, ended.gap, ended.tokens) == (1, None, (None, 3))
+    same = audit_outputs(target, [0, 1], [1, 2], [1, 2])
+    assert "were not examined" in same.evidence[-1]
 
 
 def test_rows_that_were_not_examined_are_said_to_be_so_and_never_counted_as_clean():
@@ -82,18 +76,7 @@ def test_rows_that_were_not_examined_are_said_to_be_so_and_never_counted_as_clea
         "examined, with identical outputs"
     )
     counts = {"identical": 0, "rounding": 1, "bug": 1, "not_examined": 7}
-    assert counts.items() <= some.to_dict().items() and some.num_not_examined == 7
-    every = Audit(2, (RowAudit(0, "identical"), dataclasses.replace(bug, at=None)), 6)
-    assert str(every).startswith("2 prompts: 2 examined (1 identical, 0 explained by rounding, 1 ")
-    assert "not examined" not in str(every)
-    told = audit_outputs(mock_model(), [0, 1], [1, 2], [1, 2])
-    assert "were not examined" in told.evidence[-1]
-
-
-def test_the_first_difference_is_found():
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert first_difference([1, 2], [1, 2]) is None
+    assert counts.items() <= some.to_dict().items()
 
 
 def test_sampled_outputs_and_missing_rows_are_refused():
@@ -195,19 +178,6 @@ def test_decoding_on_a_mesh_is_explained_and_a_planted_defect_is_a_bug():
     wrong = DEFECTS["position_off_by_one"](decoder)
     found = audit(wrong, prompts, 24, has_all_rows=True, **options)
     assert [row.verdict for row in found.rows] == ["bug"] * 2
-
-
-@pytest.mark.exhaustive
-def test_penalties_and_caches_that_are_not_the_package_own_are_audited():
-    target, draft = mock_model(), mock_model(seed=1)
-    sampler = SamplerConfig(repetition_penalty=1.3, presence_penalty=0.2)
-    decoder = SpeculativeDecoder(target, draft, target_sampler=sampler)
-    found = audit(decoder, [[0, 1], [2, 1, 0]], 12, has_all_rows=True)
-    assert found.is_explained and found.num_rows == len(found.rows) == 2
-    told = audit(decoder, [0, 1], 12, sampler=SamplerConfig(), outputs=([[2, 1]], [[2, 0]]))
-    assert told.of("bug") and "bug" in str(told) and told.to_dict()["bug"] == 1
-    ends = audit_outputs(target, [0, 1], [3, 2], [3])
-    assert ends.verdict == "bug" and ends.gap is None and ends.tokens == (2, None)
 
 
 def told(rows):
