@@ -1,20 +1,17 @@
 """The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
 
+import itertools
 import json
 import math
-import multiprocessing
-import os
+import pathlib
 import re
 import shutil
-import sys
-import time
 import types
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from support import evaluation_run
 from support.files import experiment_files, held_out, write_lines
 from support.mtp_modules import write_with_modules
 from support.pairs import tiny_pair
@@ -32,6 +29,7 @@ from experiments import evaluate
 from experiments.comparison.report import pays_at
 from experiments.comparison.session import notes_of_machines
 from experiments.comparison.setup import Setup, resolve
+from experiments.run.journal import Journal
 from spec_jax.data import python_source
 from spec_jax.drafters.eagle.checkpoint import write_head
 from spec_jax.drafters.eagle.model import EagleConfig
@@ -228,13 +226,49 @@ def test_where_speculation_pays():
     assert pays_at([at(1, 0.9)]) == "nowhere"
 
 
+# What depends on the clock, or on what else the machine does.
+TIMES = re.compile(
+    r"(.*_s|.*_ms|speedup.*|predicted_speedup|.*tokens_per_s|.*peak_bytes|costs|command|"
+    r"(is_)?draft_cost(_told)?|conclusions|notes|environment)$"
+)
+
+
+def questions(folder: pathlib.Path, text: str) -> pathlib.Path:
+    """Twenty questions of three categories; those of "writing" have two turns; a line is broken."""
+    names = ("writing", "coding", "qa")
+    rows = []
+    for i in range(20):
+        turns = [text[9 * i : 9 * i + 12], text[5 * i : 5 * i + 7]][: 2 if i % 3 == 0 else 1]
+        rows.append(json.dumps(dict(question_id=i, category=names[i % 3], turns=turns)))
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join([*rows[:7], '{"turns": ', *rows[7:]]) + "\n", encoding="utf-8")
+    return path
+
+
+def config_of(pair: pathlib.Path, data: pathlib.Path):
+    """The config of a run on a tiny pair, with a draft that is not there."""
+    config = evaluate_zoo.get_config()
+    drafts = f"ngram,{pair / 'draft'},{pair / 'gone'}"
+    config.update(target=str(pair / "target"), drafts=drafts, data=str(data), num_prompts=0)
+    config.update(max_new_tokens=6, ks=(2,), batches=(1, 4), temperatures=(0.0, 1.0))
+    config.update(rules=("match",), num_shown=1, has_acceptance_by_kind=True)
+    return config
+
+
+def timeless(value):
+    """A report without what depends on the clock."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if not TIMES.match(k)}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
 @pytest.fixture(scope="module")
 def twenty(tmp_path_factory):
     """A tiny pair, twenty questions, and folder and report of an undisturbed run."""
     folder = tmp_path_factory.mktemp("twenty")
     pair = tiny_pair(folder)
-    data = evaluation_run.questions(folder, python_source.documents("held_out")[0][1])
-    rep = evaluate.evaluate(evaluation_run.config_of(pair, data), folder / "run")
+    data = questions(folder, python_source.documents("held_out")[0][1])
+    rep = evaluate.evaluate(config_of(pair, data), folder / "run")
     return pair, data, folder / "run", rep
 
 
@@ -291,39 +325,38 @@ def test_later_turns_follow_what_plain_decoding_has_answered(twenty):
         assert line["turns"][1]["prompt"] == plain["turns"][1]["prompt"]
 
 
+class Killed(Exception):
+    """What ends a run in the middle."""
+
+
 def kill_in_the_middle(config, folder, count):
-    """Runs in a process that is killed once so many answers are there; returns its lines."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([evaluation_run.__name__])
-    cache = str(jax.config.jax_compilation_cache_dir)
-    process = context.Process(
-        target=evaluation_run.run, args=(config.to_json(), str(folder), cache)
-    )
-    with pytest.MonkeyPatch.context() as patch:  # Python before 3.12.4 preloads from there alone
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        process.start()
-    while process.is_alive():
-        if (folder / "answers.jsonl").exists() and len(lines(folder)) >= count:
-            break
-        time.sleep(0.01)
-    process.kill()
-    process.join()
+    """Runs until so many groups of answers are on disk; returns its lines."""
+    append, left = Journal.append, itertools.count(count, -1)
+
+    def until_none_is_left(self, rows):
+        if self.path.name == "answers.jsonl" and not next(left):
+            raise Killed
+        append(self, rows)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Journal, "append", until_none_is_left)
+        evaluate.evaluate(config, folder)
     return lines(folder)
 
 
 def report_of(folder):
     """What report.json holds beside times."""
     found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return evaluation_run.timeless(found)
+    return timeless(found)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.landing
 def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     pair, data, folder, rep = twenty
-    config, run = evaluation_run.config_of(pair, data), tmp_path / "run"
-    before = kill_in_the_middle(config, run, 40)
-    assert 40 <= len(before) < 240
+    config, run = config_of(pair, data), tmp_path / "run"
+    before = kill_in_the_middle(config, run, 14)
+    assert 14 <= len(before) < 240
     with open(run / "answers.jsonl", "a") as file:
         file.write(lines(folder)[len(before)][:40])  # what a process killed in mid-line leaves
     resumed = evaluate.evaluate(config, run)
@@ -351,6 +384,6 @@ def test_a_run_with_other_questions_is_refused(twenty):
     data.write_text(text.replace('"qa"', '"qb"'), encoding="utf-8")
     try:
         with pytest.raises(ConfigError, match=r"other values of what is in .*questions\.jsonl"):
-            evaluate.evaluate(evaluation_run.config_of(pair, data), folder)
+            evaluate.evaluate(config_of(pair, data), folder)
     finally:
         data.write_text(text, encoding="utf-8")
