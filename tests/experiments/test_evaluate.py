@@ -93,28 +93,6 @@ def test_a_head_is_compared_with_the_best_and_with_its_teacher_forced_acceptance
     assert np.nanmax(np.abs(gaps)) < 0.01
 
 
-@pytest.mark.exhaustive
-def test_dtypes_take_turns_and_are_held_against_the_fastest_plain_decoding(config, tmp_path):
-    config = config.copy_and_resolve_references()
-    options = dict(
-        drafts=config.target, dtype="bfloat16, float32", baseline="fastest", batches=(1,)
-    )
-    config.update(options)
-    rep = evaluate.evaluate(config, str(tmp_path / "run"))
-    assert [r["dtype"] for r in rep["results"]] == ["float32", "bfloat16"] * 2
-    plain = {r["plain_tokens_per_s"] for r in rep["results"]}
-    assert plain == {max(r["tokens_per_s"] for r in rep["results"][:2])}
-    for r in rep["results"][2:]:
-        np.testing.assert_allclose(r["acceptance_by_position"], 1)
-        assert r["predicted_speedup"] > 0 and r["round_ms"] > 0
-    assert [*rep["costs"]] == ["1 float32", "1 bfloat16"]
-    assert "over the fastest plain decoding of all dtypes" in "".join(rep["notes"])
-    answers = (tmp_path / "run" / "answers.jsonl").read_text(encoding="utf-8")
-    again = evaluate.evaluate(config, str(tmp_path / "run"))  # reads what was saved
-    assert (tmp_path / "run" / "answers.jsonl").read_text(encoding="utf-8") == answers
-    assert [r["tau"] for r in again["results"]] == [r["tau"] for r in rep["results"]]
-
-
 def test_batch_sizes_are_sorted_and_each_is_measured_once(config):
     other = config.copy_and_resolve_references()
     other.batches = (16, 1, 16)

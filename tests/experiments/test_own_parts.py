@@ -10,7 +10,6 @@ from configs import decode_default
 from experiments import decode
 from experiments.comparison.setup import Setup
 from spec_jax import SpeculativeConfig
-from spec_jax.__main__ import main
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import make_cells
@@ -105,11 +104,3 @@ def test_own_parts_are_decoded_and_reported(pair, tmp_path):
     text = (tmp_path / "decode" / "report.md").read_text()
     assert re.search(r"\| bigrams +\| +3 +\| +1 +\| coin +\|", text)
     assert f"rule coin: {OWN['rule']}, lossless" in text
-
-
-@pytest.mark.exhaustive
-def test_the_examples_are_certified_by_the_command(capsys):
-    parts = [f"--{key}={name}" for key, name in OWN.items()]
-    assert main(["certify", *parts, "--trials=300"]) == 0
-    out = capsys.readouterr().out
-    assert "rule 'coin' with drafter 'bigrams'" in out and "4 drafts of bigrams: error" in out

@@ -107,25 +107,6 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
 
 
-@pytest.mark.exhaustive
-def test_a_run_on_a_mesh_goes_on_on_another_with_the_same_losses(files, run, tmp_path):
-    config = small(files, checkpoint_every_s=0.0, mesh="data:2,tensor:2", is_fully_sharded=True)
-    with stopped_at(HeadExperiment, 3):
-        train_head.train(config, tmp_path)
-    config.update(mesh="data:2", is_fully_sharded=False)
-    best = train_head.train(config, tmp_path)
-    assert best == pytest.approx(run[1])
-    found, expected = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, run[0]))
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for a, b in zip(found, expected):
-        for name in {"loss", "held_out_loss"} & b.keys():
-            assert a[name] == pytest.approx(b[name], abs=1e-5)
-    target = load_model(files / "target")
-    heads = [load_draft(folder / "export", target) for folder in (tmp_path, run[0])]
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)
-    jax.tree.map(close, *(head.params for head in heads))
-
-
 OBJECTIVES = {
     "eagle1": dict(),
     "eagle3": dict(fc_norm=True, norm_output=True),
