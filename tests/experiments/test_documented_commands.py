@@ -75,18 +75,6 @@ def test_documented_commands_exist(path):
         assert not usage(experiment, arguments), f"{path.name}: {experiment}{arguments}"
 
 
-def test_wrong_commands_are_found():
-    line = "--peer --parts=peers,zo --config.peers.kss=1 --config.peers.data --config.no.head=x"
-    assert usage("benchmark", line) == [
-        "no flag peer",
-        "no part zo",
-        "no key peers.kss",
-        "key peers.data needs a value",
-        "no key no.head",
-    ]
-    assert not usage("decode", " --config.has_audit --distributed --workdir=DIR")
-
-
 NAMES = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__", "__main__"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import sys
 
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
@@ -159,20 +158,3 @@ def test_nothing_to_show_is_shown_as_nothing():
         empty.plot()
     nothing = generation(None, [], [], [], [])
     assert Reader(nothing._repr_html_()) and len(nothing.plot().axes) == 1
-
-
-def test_a_decoded_row_remembers_the_drafts_that_were_rejected():
-    """The script proposes the target's own token plus one: each of its first drafts is wrong."""
-    target = testing.mock_model(7)
-    plain = spec_jax.SpeculativeDecoder(target).generate([1, 2], 6)
-    right = jnp.asarray([1, 2, *plain.tokens, 0, 0, 0])
-    wrong = lambda tokens, length, K: (right[length[:, None] + 1 + jnp.arange(K)] + 1) % 7
-    config = spec_jax.SpeculativeConfig(num_speculative_tokens=2)
-    decoder = spec_jax.SpeculativeDecoder(
-        target, config=config, drafter=testing.scripted_drafter(wrong)
-    )
-    row = decoder.generate([1, 2], 6)
-    assert row.tokens == plain.tokens
-    assert row.trace.kinds == ("first", *["corrected"] * 5)
-    assert row.trace.rejected == (-1, *((token + 1) % 7 for token in row.tokens[1:]))
-    assert plain.trace.rejected == (-1,) * 6

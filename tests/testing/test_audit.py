@@ -15,6 +15,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
 from spec_jax.testing.auditing.verdict import Choice, Trail, judge
+from spec_jax.testing.oracles import toy_logits
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
 # The other text has few places where decoding parts, and few tokens before them.
@@ -58,11 +59,15 @@ def test_evidence_says_where_and_how_much():
     assert "at 1 plain decoding takes id 5, 0 below the best, and the decoder takes" in evidence[1]
     assert str(RowAudit(3, verdict, evidence, 1)).startswith("row 3: bug at token 1; the decoder")
     target = mock_model()
-    texts = "; ".join(audit_outputs(target, [0, 1], [1, 2], [1, 3]).evidence)
+    differing = audit_outputs(target, [0, 1], [1, 2], [1, 3])
+    texts = "; ".join(differing.evidence)
     assert "the first output takes id 2, " in texts and "the second takes id 3, " in texts
     ended = audit_outputs(target, [0, 1], [1], [1, 3])
     assert ended.evidence == ("the first output ends there, the second takes id 3",)
     assert (ended.at, ended.gap, ended.tokens) == (1, None, (None, 3))
+    logits = np.asarray(toy_logits(target.params, (0, 1, 1)))
+    assert differing.at == 1
+    assert differing.gap == pytest.approx(logits.max() - min(logits[2], logits[3]), rel=1e-3)
     same = audit_outputs(target, [0, 1], [1, 2], [1, 2])
     assert "were not examined" in same.evidence[-1]
 
