@@ -19,7 +19,6 @@ from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import Tally, name_drafts, results_of
 from spec_jax.evaluation.token_kinds import TOKEN_KINDS, token_kinds
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.testing import mock_model
 
 PROMPTS = ["x = 1", "import os", "def f(", "for i in"]
 
@@ -203,18 +202,6 @@ def test_what_cannot_be_compared_is_refused(pair, drafts, changes, words):
     options = {"prompts": PROMPTS} | changes
     with pytest.raises((ConfigError, PromptError), match=words):
         spec_jax.compare(str(pair / "target"), drafts, **options)
-
-
-@pytest.mark.exhaustive
-def test_one_value_stands_for_a_list_of_it():
-    target = mock_model(5, 0)
-    draft = mock_model(5, 1)
-    options = dict(ks=np.int64(2), rules="residual", temperatures=1.0, has_costs=False)
-    comparison = spec_jax.compare(target, draft, [[1, 2], [3]], max_new_tokens=4, **options)
-    single = spec_jax.compare(target, draft, [1, 2], max_new_tokens=4, ks=2, has_costs=False)
-    assert ": 1 prompts," in single.title
-    (cell,) = {r.cell for r in comparison.results if r.cell.k}
-    assert (cell.k, cell.rule, cell.temperature) == (2, "residual", 1.0)
 
 
 def test_a_draft_is_drawn_as_its_drafter_prefers_unless_the_comparison_says_otherwise():

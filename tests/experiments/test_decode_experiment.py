@@ -190,11 +190,7 @@ def test_a_folder_of_another_run_is_refused_and_a_finished_one_goes_on(run, pair
 def test_a_config_file_with_other_keys_is_refused(pair):
     config = small(pair)
     with config.unlocked():
-        config.num_prompt = 1
-    with pytest.raises(ConfigError, match=r"'num_prompt' \(did you mean num_prompts\?\)"):
-        resolve(config)
-    with config.unlocked():
-        del config["num_prompt"], config["seed"]
+        del config["seed"]
     with pytest.raises(ConfigError, match="lacks seed"):
         resolve(config)
     with config.unlocked():

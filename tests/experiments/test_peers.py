@@ -15,7 +15,7 @@ from support.runs import check_run_files
 
 from configs import benchmark as default
 from experiments import benchmark
-from experiments.benchmarks import peers, worker_lines
+from experiments.benchmarks import peers
 from experiments.benchmarks.peers import OURS, THEIRS, PeerCell
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
@@ -110,18 +110,6 @@ def test_a_process_that_fails_is_left_out_alone(config, tmp_path, monkeypatch, f
     if fault == "no_lookup":  # of ngram there is a speed, and nothing to compare with
         assert len(record["lines"]) == 2 * 4
         assert "spec_jax ngram, K=2" in record["parts"]["peers"]["float32"]["times_ms"]
-
-
-def test_errors_of_one_request_are_its_answer_and_prints_are_not(tmp_path):
-    command = [sys.executable, fake_peer.__file__, "1", "no_lookup"]
-    environment = {"PYTHONPATH": str(peers.cli.ROOT)}
-    setup = {"dtype": "float32"}
-    request = {"method": "lookup", "k": 1, "prompts": [[3, 5]], "max_new_tokens": 2}
-    with worker_lines.Worker(command, setup, cwd=tmp_path, environment=environment) as worker:
-        with pytest.raises(worker_lines.RefusedError, match="ValueError: no such method"):
-            worker.ask(request)
-        assert worker.ask(request | {"method": "plain"})["tokens"] == [[1, 1]]
-        assert 1e6 < worker.peak_bytes < 1e8
 
 
 def test_flags_and_cells_name_the_parts_and_the_peers():

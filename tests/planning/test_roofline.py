@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,11 +12,6 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.engine.adaptive.policy import expected_tokens
 from spec_jax.engine.stats import predicted_speedup
-from spec_jax.meshes import make_mesh
-from spec_jax.models import transformer
-from spec_jax.models.config import ModelConfig
-from spec_jax.models.params import param_shardings
-from spec_jax.planning import hlo
 from spec_jax.planning.chips import CHIPS, Chip
 from spec_jax.planning.presets import PRESETS
 from spec_jax.planning.roofline import (
@@ -32,7 +25,6 @@ from spec_jax.planning.roofline import (
     predict,
     prefill,
 )
-from spec_jax.sharding import replicate
 from spec_jax.tree import DynamicTree, Tree
 
 TARGET, DRAFT = PRESETS["llama-3.1-8b"], PRESETS["llama-3.2-1b"]
@@ -202,35 +194,3 @@ def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate)
     one = decode_round(TARGET, draft, num_draft, change(mesh="data:1")).work
     shared = decode_round(TARGET, draft, num_draft, setting).work
     assert shared.flops <= one.flops
-
-
-@pytest.mark.exhaustive
-def test_collectives_are_those_of_the_compiled_program():
-    options = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **options)
-    setting = Setting(batch=4, context=16, mesh="data:2,tensor:2", dtype="float32")
-    mesh = make_mesh(setting.mesh)
-
-    def one_pass(params, tokens, cache):
-        output = transformer.forward(params, tokens, cache, config=config)
-        return transformer.unembed(params, output.hidden), replicate(tokens)
-
-    with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(
-            lambda key: (
-                transformer.init_params(config, key),
-                jnp.zeros((4, 3), jnp.int32),
-                transformer.init_cache(config, 4, 16),
-            ),
-            jax.random.key(0),
-        )
-        params = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            shapes[0],
-            param_shardings(config, mesh),
-        )
-        text = jax.jit(one_pass).lower(params, *shapes[1:]).compile().as_text()
-    # Those of activations: f32[2,3,32] on each device, or with rows and tokens merged.
-    reduced = [i.arrays[0] for i in hlo.read(text).instructions if i.kind == "all-reduce"]
-    activations = [a for a in reduced if a.dtype == "f32" and a.dims in ((2, 3, 32), (6, 32))]
-    assert len(activations) == Stack.of(config, setting).run(setting, 3, 3).collectives == 2 * 3 + 1
