@@ -6,6 +6,7 @@ Processors are random automata with dead and final states; where one ends, so do
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 
@@ -18,11 +19,14 @@ import pytest
 from support import toys
 from support.automata import Automata
 from support.block_drafts import toy_maker, toy_params
+from support.tiny_models import DEEPSEEK_TARGET, LLAMA, random_weights
 
 import spec_jax
 from spec_jax import SamplerConfig, testing
 from spec_jax.decoding import Finish
 from spec_jax.engine.generation import describe_fault, find_forbidding
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
 from spec_jax.overlap.overlap import Devices
 from spec_jax.testing.oracles import chi_square, toy_logits
 
@@ -230,3 +234,35 @@ def test_nan_of_the_draft_costs_its_drafts_and_no_token_and_is_counted(shape, ca
     (warning,) = warnings
     assert "logits of drafter 'standalone' were not finite" in warning
     assert f"in {decoder.stats.nan_drafts} rounds" in warning
+
+
+LATENT = dataclasses.replace(DEEPSEEK_TARGET, first_k_dense_replace=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [(LLAMA, "chain"), (LLAMA, "static"), (LATENT, "chain"), (LATENT, "static")],
+    ids=["attention", "attention-tree", "latent", "latent-tree"],
+)
+def test_a_token_whose_states_are_nan_reaches_only_what_attends_to_it(config, shape):
+    """Neither the nodes before it or beside it, nor rounds after it was rejected."""
+    bad, prompts = 3, [[i, j] for i in (0, 1, 2, 4) for j in (0, 1, 2, 4)]
+    models = []
+    for seed in range(2):
+        params = random_weights(config, seed)
+        params = params | {"embed": params["embed"].at[bad].set(jnp.nan)}
+        models.append(LoadedModel(f"{seed}", transformer.model(config), params, config=config))
+    speculative = toys.config_of("standalone", "match", **SHAPES[shape])
+    decoder = spec_jax.SpeculativeDecoder(*models, speculative)
+    hot = SamplerConfig(temperature=1.0, top_k=8, logit_bias=((bad, 0.5),))
+    ban = SamplerConfig(temperature=1.0, top_k=8, logit_bias=((bad, -np.inf),))
+    for options in (dict(sampler=hot), dict(sampler=ban, draft_sampler=hot)):
+        rows = decoder.generate(prompts, 16, stop_tokens=(), **options)
+        alone = spec_jax.SpeculativeDecoder(models[0])
+        plain_rows = alone.generate(prompts, 16, stop_tokens=(), sampler=options["sampler"])
+        assert ends(rows) == ends(plain_rows)
+        is_met = [row.finish_reason == "nan_target" for row in rows]
+        assert any(is_met) == ("draft_sampler" not in options) and not all(is_met)
+    last = [row.trace.offered[8:] for row in rows]  # of the second call, whose drafts are not NaN
+    assert any(row.stats.nan_drafts for row in rows) and all(max(x) > 0 for x in last)

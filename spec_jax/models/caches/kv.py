@@ -2,8 +2,9 @@
 
 Invariant: ``forward`` writes slots from ``length`` on and never moves ``length``; only ``commit``
 moves it. A rejected draft is forgotten by not committing what it wrote, so rolling back costs
-nothing. Slots past ``length`` hold garbage that is always masked. It is finite because the weights
-are: a masked NaN would still reach whatever attends over it.
+nothing. Slots past ``length`` hold garbage that is always masked, as do the nodes of other paths.
+Values are finite, as a masked NaN would still reach whatever attends over it: a token whose values
+are not has a key of NaN, which reaches only those that see the token.
 """
 
 from __future__ import annotations
@@ -231,6 +232,8 @@ class KVCache:
           values: dtype[B,G,T,H].
           start: i32[B], the first slot to write in each row.
         """
+        is_finite = jnp.isfinite(values).all(axis=-1, keepdims=True)
+        keys, values = jnp.where(is_finite, keys, jnp.nan), jnp.where(is_finite, values, 0)
         into = lambda caches, new: self._put(caches, layer, new, start)
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 

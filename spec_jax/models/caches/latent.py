@@ -70,7 +70,13 @@ class LatentCache(KVCache):
     def write(
         self, layer: int | jax.Array, keys: jax.Array, values: None, start: jax.Array
     ) -> LatentCache:
-        """Writes T new slots per row, see ``KVCache.write``; ``values`` is None."""
+        """Writes T new slots per row, see ``KVCache.write``; ``values`` is None.
+
+        A key that is not finite becomes NaN in its last number alone, past what is read as a value.
+        """
+        is_last = jnp.arange(keys.shape[-1]) == keys.shape[-1] - 1
+        is_finite = jnp.isfinite(keys).all(axis=-1, keepdims=True)
+        keys = jnp.where(is_finite, keys, jnp.where(is_last, jnp.nan, 0).astype(keys.dtype))
         return self.replace(keys=self._put(self.keys, layer, keys, start))
 
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
