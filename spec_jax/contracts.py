@@ -177,6 +177,14 @@ class Proposal:
         is_dropped = (self.paths[..., 1:, 1:] & is_dropped[..., None, :]).any(axis=-1)
         return self.replace(is_dropped=is_dropped)
 
+    def reachable(self, is_finite: jax.Array) -> Proposal:
+        """Returns the proposal without the drafts that follow a node without a distribution.
+
+        Args:
+          is_finite: bool[B,Q], see ``TargetScores``.
+        """
+        return self.without(~self.at_parents(is_finite))
+
     def first_child(self, node: jax.Array) -> jax.Array:
         """i32[B], the first token that is offered as a child of ``node`` (i32[B]); -1 for none."""
         K = self.tokens.shape[-1]

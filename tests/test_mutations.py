@@ -54,7 +54,7 @@ MUTATIONS = mutants.read("""
         _has_replacement: x_ & (mass > 0) & jnp.isfinite(mass) -> x_
         test_a_verdict_that_cannot_be_ends_its_row_and_is_safe_to_commit
     a rule is blamed for the target
-        find_fault: is_target | x_ -> is_target
+        find_fault: jnp.where(is_target, x_, fault) -> fault
         test_a_target_without_a_distribution_is_at_fault_before_draft_and_rule_where_it_is_read
     a position after the limit ends a row
         apply_limits: x_ & (num_before < kept) -> x_

@@ -154,7 +154,7 @@ def call_accept(rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noi
     """
     owner = f"rule {rule.name!r}"
     if scores.is_finite is not None:
-        proposal = proposal.without(~proposal.at_parents(scores.is_finite))
+        proposal = proposal.reachable(scores.is_finite)
     given = {"target": scores, "proposal": proposal, "noise": noise}
 
     def accept(scores, proposal, noise):

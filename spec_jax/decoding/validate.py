@@ -129,6 +129,7 @@ def validate_verdict(
       scores: the target's scores of every node.
       system: target, drafter, rule and K.
     """
+    proposal = proposal.reachable(scores.is_finite)  # what the rule saw
     depth = proposal.depth
     n_accept = jnp.clip(verdict.n_accept, 0, depth)
     drafts, is_drafted = proposal.tokens, proposal.is_offered
@@ -182,23 +183,21 @@ def find_fault(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns why each row cannot go on, and where.
 
-    Scores that are not finite take precedence, since neither drafts nor verdicts cause them.
+    A root without a distribution takes precedence, since neither drafts nor verdicts cause it. Of
+    other nodes the rule sees no probabilities, and nothing that follows them.
 
     Returns:
       i32[B], a ``Finish``, and i32[B], how many of the verdict's tokens come before the fault.
     """
     path = verdict.path
-    is_finite = scores.is_finite
-    of_path = is_finite if path is None else jnp.take_along_axis(is_finite, path, axis=1)
+    of_path = scores.is_finite
+    if path is not None:
+        of_path = jnp.take_along_axis(of_path, path, axis=1)
     num_finite = jnp.cumprod(of_path, axis=1, dtype=jnp.int32).sum(axis=1)
-    # Which nodes a faulty verdict is made of is not known: any that is offered.
-    is_scored = jnp.arange(is_finite.shape[1]) <= proposal.n_draft[:, None]
-    is_wrong = verdict.fault != Finish.RUNNING
-    is_caused = is_wrong & (~is_finite & is_scored).any(axis=1)
     fault = jnp.where(proposal.fault == Finish.RUNNING, verdict.fault, proposal.fault)
     num_before = jnp.where(fault == Finish.RUNNING, num_finite, 0)
     is_target = (num_finite <= num_before) & (num_finite <= verdict.n_accept)
-    return jnp.where(is_target | is_caused, Finish.NAN_TARGET, fault), num_before
+    return jnp.where(is_target, Finish.NAN_TARGET, fault), num_before
 
 
 def _is_read(rule: Rule, proposal: Proposal, verdict: Verdict) -> jax.Array:

@@ -23,11 +23,14 @@ from support.tiny_models import DEEPSEEK_TARGET, LLAMA, random_weights
 
 import spec_jax
 from spec_jax import SamplerConfig, testing
+from spec_jax.contracts import Rule
 from spec_jax.decoding import Finish
 from spec_jax.engine.generation import describe_fault, find_forbidding
+from spec_jax.errors import InvalidVerdictError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.overlap.overlap import Devices
+from spec_jax.rules import batched, chain
 from spec_jax.testing.oracles import chi_square, toy_logits
 
 V, NEW = toys.V, 6
@@ -147,6 +150,38 @@ def test_rows_are_those_of_plain_decoding_however_they_are_driven(name, caplog):
         rows = decoder.generate(PROMPTS, NEW, **options)
     assert FORBIDDEN in caplog.text
     assert ends(rows) == plain(True)
+
+
+@pytest.mark.exhaustive
+def test_a_rule_may_compute_with_log_probabilities_and_is_blamed_for_its_own_verdicts():
+    """What it makes of a node without a distribution is not read."""
+
+    def by_logits(target, proposal, noise):
+        verdict = chain.residual(target, proposal, noise)
+        p = jax.nn.softmax(target.processed, axis=-1)
+        drafted = jnp.take_along_axis(p[:-1], proposal.tokens[:, None], axis=1)[:, 0]
+        coins = jnp.where(jnp.isnan(drafted), jnp.nan, verdict.accept_probs)
+        return verdict.replace(accept_probs=coins)
+
+    def wrong(target, proposal, noise):
+        verdict = chain.residual(target, proposal, noise)
+        return verdict.replace(replacement=jnp.full(V, jnp.nan))
+
+    config = toys.config_of("standalone", "residual", **SHAPES["chain"])
+    options = dict(sampler=sampler(temperature=1.0), stop_tokens=STOPS)
+    options["draft_sampler"] = SamplerConfig(temperature=1.0)  # knows no automaton
+
+    def rows(accept):
+        rule = Rule("mine", batched(accept), is_lossless=True, needs_probs=True)
+        decoder = spec_jax.SpeculativeDecoder(toys.target(), toys.draft(), config, rule=rule)
+        return decoder.generate(PROMPTS, NEW, **options)
+
+    expected = rows(chain.residual)
+    assert ends(rows(by_logits)) == ends(expected)
+    with pytest.raises(InvalidVerdictError) as error:
+        rows(wrong)
+    for row, other in zip(error.value.generations, expected):
+        assert row.finish_reason == "invalid_verdict" or ends([row]) == ends([other])
 
 
 def law(params, prompt, new):

@@ -321,7 +321,7 @@ def test_a_path_must_lead_from_the_root_over_drafts_that_are_offered():
 
 def test_a_target_without_a_distribution_is_at_fault_before_draft_and_rule_where_it_is_read():
     is_finite = np.ones((7, K + 1), bool)
-    is_finite[1:3, 2] = False  # offered, and not read by a verdict that accepts one draft
+    is_finite[1:3, 2] = False  # offered, and not emitted from by a verdict that accepts one draft
     is_finite[3, 3] = False  # not offered
     is_finite[4, 1] = is_finite[5, 0] = is_finite[6, 0] = False
     scores = FINITE.replace(is_finite=jnp.asarray(is_finite))
@@ -329,12 +329,12 @@ def test_a_target_without_a_distribution_is_at_fault_before_draft_and_rule_where
     verdict = validate_verdict(verdicts(cases), drafted(7), scores, SYSTEM)
     fault, num_before = find_fault(scores, drafted(7), verdict)
     running, nan, invalid = Finish.RUNNING, Finish.NAN_TARGET, Finish.INVALID_VERDICT
-    assert fault.tolist() == [running, running, nan, invalid, nan, nan, nan]
+    assert fault.tolist() == [running, running, invalid, invalid, nan, nan, nan]
     assert num_before.tolist()[2:] == [0, 0, 1, 0, 0]
     faulty = drafted(7, fault=jnp.full(7, Finish.INVALID_DRAFT_PROBS, jnp.int32))
     fault, num_before = find_fault(scores, faulty, verdict)
     probs = Finish.INVALID_DRAFT_PROBS
-    assert fault.tolist() == [probs, probs, nan, probs, probs, nan, nan]
+    assert fault.tolist() == [probs, probs, probs, probs, probs, nan, nan]
     assert not num_before.any()
 
 
