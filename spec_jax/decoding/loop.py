@@ -87,7 +87,7 @@ def prefill(
     if samples < 1 or B % samples:
         raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
     # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
-    is_known = not isinstance(lengths, jax.core.Tracer)
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths))
     if fed is None and not system.target.can_rewind and is_known:
         prompts = np.asarray(tokens)[::samples]
         fed = _feed_unpadded(params["target"], prompts, int(np.max(lengths)), system, slots)

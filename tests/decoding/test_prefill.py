@@ -30,6 +30,7 @@ from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import ModelConfig
+from spec_jax.sampling import make_sampler
 from spec_jax.testing import mock_model
 
 LENGTHS = (13, 4, 1)
@@ -172,3 +173,17 @@ def test_samples_that_are_none_are_refused():
     system, params = SYSTEMS["eagle-3"]()
     with pytest.raises(ShapeError, match="samples is 2.*3 rows"):
         prefill(system, params, PROMPTS, 8, samples=2)
+
+
+def test_within_a_callers_program_prompts_of_known_lengths_may_be_traced():
+    model = mock_model(4)
+    target = model.model._replace(can_rewind=False)
+    system = SpeculativeDecoder(dataclasses.replace(model, model=target)).system()
+    params = {"target": model.params, "draft": None}
+    sampler, lengths, tokens = make_sampler(SamplerConfig(), 1, 4), np.asarray([3]), [[1, 2, 3]]
+
+    def run(tokens):
+        request = tokens, lengths, lengths + 2, np.full((1, 1), -1), sampler, sampler
+        return decoding.prefill(params, *request, system=system, slots=16).tokens
+
+    assert (jax.jit(run)(np.asarray(tokens)) == run(np.asarray(tokens))).all()
