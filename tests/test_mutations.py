@@ -39,7 +39,7 @@ MUTATIONS = mutants.read("""
         validate_proposal: (proposal.tokens >= 0) & x_ -> proposal.tokens >= 0
         test_a_faulty_draft_stops_its_row_alone
     any number of drafts counts
-        validate_proposal: x_ | (proposal.n_draft != n_) -> x_
+        validate_proposal: x_ | ~has_count -> x_
         test_a_faulty_draft_stops_its_row_alone
     greedy rows read what drafts were drawn from
         validate._guard_probs: jnp.where(is_greedy[:, None, None], x_, read) -> read

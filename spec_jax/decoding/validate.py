@@ -63,13 +63,13 @@ def validate_proposal(
         parents = jnp.where(is_before, proposal.parents, 0)
         proposal = proposal.replace(parents=parents)
         is_valid &= is_before & proposal.paths[:, 1:, 0]
+    n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
+    has_count = proposal.n_draft == n_draft
+    proposal = proposal.replace(n_draft=n_draft)
     if proposal.is_dropped is not None:
         proposal = proposal.without(proposal.is_dropped)
-    offered = proposal.is_offered
-    n_draft = jnp.clip(proposal.n_draft, 0, system.num_draft)
-    is_invalid = (offered & ~is_valid).any(axis=1) | (proposal.n_draft != n_draft)
-    tokens = jnp.where(is_valid, proposal.tokens, 0)
-    proposal = proposal.replace(tokens=tokens, n_draft=n_draft)
+    is_invalid = (proposal.is_offered & ~is_valid).any(axis=1) | ~has_count
+    proposal = proposal.replace(tokens=jnp.where(is_valid, proposal.tokens, 0))
     if rule.needs_logits:
         best = proposal.at_parents(proposal.logits.max(axis=-1))
         is_sound = ((best < jnp.inf) | ~proposal.is_offered).all(axis=1)

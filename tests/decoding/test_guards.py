@@ -212,6 +212,15 @@ def test_drafts_whose_raw_logits_are_not_finite_are_left_out_where_the_rule_read
     assert validate_proposal(proposal, SYSTEM).n_draft.tolist() == [K] * 4
 
 
+def test_a_chain_ends_before_a_dropped_draft_and_has_a_count_all_the_same():
+    is_dropped = jnp.arange(K) == jnp.full((3, 1), 1)
+    counts = dict(n_draft=jnp.asarray([K, K + 1, -1]), is_dropped=is_dropped)
+    found = validate_proposal(proposal_of([FAIR] * 3, 0, **counts), SYSTEM)
+    assert found.n_draft.tolist() == [1, 1, 0]
+    wanted = [Finish.RUNNING, Finish.INVALID_DRAFT, Finish.INVALID_DRAFT]
+    assert found.fault.tolist() == wanted
+
+
 def test_of_a_tree_what_follows_a_dropped_draft_is_not_offered():
     """Nodes 1 and 2 are children of the root, 3 of node 1."""
     shape = dict(parents=jnp.tile(jnp.asarray([0, 0, 1]), (3, 1)), tree_depth=2)
