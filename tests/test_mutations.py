@@ -344,6 +344,12 @@ MUTATIONS = mutants.read("""
     a convolution begins as a mean of a token and those before
         model.conv_table: ParamSpec(..., init="first tap") -> ParamSpec(s_, a_, n_, init="ones")
         test_a_new_head_of_dflash_2_drafts_as_its_layers_do_alone
+    a token that was cancelled and set back is none
+        CancellationToken.watch: x_ or self._times != before -> x_
+        test_cancelling_in_a_round_ends_the_call_after_it
+    half a character is sent
+        Tokenizer.settled_after: text.removesuffix(x_) -> text
+        test_every_piece_is_whole_characters
     positions of a block begin with the window
         Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]

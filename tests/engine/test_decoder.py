@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 
 import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA, random_weights
 
 from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -19,13 +17,9 @@ from spec_jax.decoding import Kind, loop
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.engine.stats import Stats, predicted_speedup, row_stats
-from spec_jax.errors import ConfigError, InvalidDraftError, PromptError, WeightsError
-from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import transformer
-from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.rules import make_rule
+from spec_jax.errors import ConfigError, InvalidDraftError, PromptError
+from spec_jax.loading import load_model
 
-GREEDY = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
 PROMPTS = ["Once upon a time", "Tom and Lily went to the park.", "A dog"]
 
 
@@ -108,110 +102,14 @@ def test_the_resolved_config_is_visible(stories):
 
 
 def test_seeds_reproduce_and_differ(stories):
-    d = SpeculativeDecoder(stories, target_sampler=SamplerConfig(temperature=1.0, seed=5))
+    sampler = SamplerConfig(temperature=np.float32(1.0), seed=np.int64(5))
+    d = SpeculativeDecoder(stories, target_sampler=sampler)
     a, b = d.generate([PROMPTS[0]] * 2, 20)
     assert a.tokens != b.tokens
     assert d.generate([PROMPTS[0]] * 2, 20, seeds=[6, 6])[0].tokens == b.tokens
 
 
 # -------------------------------------------------------------------------- bad input
-
-
-INVALID_PROMPTS = [
-    ([], "empty"),
-    ([[1, 2], []], "empty"),
-    ([1, 512], "id 512"),
-    ([-1], "id -1"),
-    ([1] * 500, "maximum length of the target is 512"),
-    ("a\ud800b", "character 2 of the prompt is half of a surrogate pair"),
-]
-
-
-@pytest.mark.parametrize("prompt, message", INVALID_PROMPTS)
-def test_bad_prompts_are_refused_before_any_work(speculative, prompt, message):
-    with pytest.raises(PromptError, match=message):
-        speculative.generate(prompt, 60)
-
-
-def test_no_prompt_and_no_room_are_refused(speculative):
-    with pytest.raises(ConfigError, match="max_new_tokens is 0; expected"):
-        speculative.generate("A", 0)
-    with pytest.raises(ConfigError, match="stop string is empty"):
-        speculative.generate("A", 5, stop="")
-    with pytest.raises(ConfigError, match="rounds_per_sync is 0"):
-        speculative.generate("A", 5, rounds_per_sync=0)
-    with pytest.raises(PromptError, match="integer ids"):
-        speculative.generate([0.5, 1.5], 5)
-    with pytest.raises(ConfigError, match="2 seeds for 1 rows"):
-        speculative.generate("A", 5, seeds=[1, 2])
-
-
-def test_text_without_a_tokenizer_is_refused():
-    d = SpeculativeDecoder(testing.mock_model())
-    with pytest.raises(PromptError, match="no tokenizer"):
-        d.generate("hello")
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        d.generate([1], stop="x")
-
-
-def test_vocabularies_that_differ_are_refused(stories):
-    with pytest.raises(ConfigError, match="target mock-0 has 4 tokens, draft mock-0 has 5"):
-        SpeculativeDecoder(testing.mock_model(4), testing.mock_model(5))
-    backend = type(stories.tokenizer.backend).from_str(stories.tokenizer.backend.to_str())
-    backend.add_tokens(["<other>"])
-    other = dataclasses.replace(stories, name="other", tokenizer=Tokenizer(backend))
-    with pytest.raises(ConfigError, match="different tokens"):
-        SpeculativeDecoder(stories, other)
-
-
-def test_parts_that_do_not_fit_are_refused(stories):
-    ngram = SpeculativeConfig("ngram", rejection_sampling_strategy="logit-comparison")
-    with pytest.raises(ConfigError, match="logit-comparison"):
-        SpeculativeDecoder(stories, config=ngram)
-    with pytest.raises(ConfigError, match="needs a draft"):
-        SpeculativeDecoder(stories, config=SpeculativeConfig())
-    with pytest.raises(ConfigError, match="'eagle' needs a head"):
-        SpeculativeDecoder(stories, config=SpeculativeConfig("eagle"))
-    greedy = SpeculativeConfig("ngram", rejection_sampling_strategy="greedy")
-    with pytest.raises(ConfigError, match="argmax"):
-        SpeculativeDecoder(stories, config=greedy, target_sampler=SamplerConfig(0.5))
-
-
-INVALID_ARGS = [
-    ((SpeculativeConfig("ngram"),), {}, "draft is a SpeculativeConfig"),
-    ((), {"config": {"num_speculative_tokens": 2}}, "config is .*SpeculativeConfig"),
-    (("zoo/draft",), {}, "draft is 'zoo/draft'.*load_draft"),
-    ((), {"target_sampler": SamplerConfig(temperature=1.0), "rule": GREEDY}, "temperature 0"),
-]
-
-
-@pytest.mark.parametrize(("args", "options", "message"), INVALID_ARGS, ids=lambda x: "")
-def test_slips_in_the_constructor_are_named(stories, args, options, message):
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(stories, *args, **options)
-
-
-def test_a_target_that_is_not_loaded_is_named():
-    with pytest.raises(ConfigError, match="target is 'zoo/target'.*load_model"):
-        SpeculativeDecoder("zoo/target")
-
-
-INVALID_OPTIONS = [
-    ({"stop_tokens": 2}, "stop_tokens is 2; expected a list"),
-    ({"stop_tokens": [2.7]}, "a stop token is 2.7"),
-    ({"stop_tokens": [2**40]}, "a stop token is"),
-    ({"seeds": 3}, "seeds are 3"),
-    ({"seeds": [1.5]}, "seeds are"),
-    ({"rounds_per_sync": 1.5}, "rounds_per_sync is 1.5"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-    ({"max_new_tokens": True}, "max_new_tokens is True"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), INVALID_OPTIONS, ids=str)
-def test_slips_in_a_call_are_named(stories, options, message):
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(stories).generate("A dog", **options)
 
 
 CALLS = [
@@ -235,10 +133,9 @@ def test_a_limit_that_may_count_either_way_is_refused_with_both_names(decoder, c
     unexpected = rf"^{name}\(\) got an unexpected keyword argument"
     with pytest.raises(TypeError, match=rf"{unexpected} 'max_lenght' \(did you mean max_length\?"):
         call(decoder, max_lenght=16)
-    for internal in ("token", "part", "total", "has_pieces", "unknow"):
-        with pytest.raises(TypeError, match=f"{unexpected} '{internal}'") as raised:
-            call(decoder, **{internal: 3})
-        assert not re.search(r"mean (token|parts|totals|has_pieces|unknown)\?", str(raised.value))
+    with pytest.raises(TypeError, match=f"{unexpected} 'part'") as raised:
+        call(decoder, part=3)
+    assert "mean parts" not in str(raised.value)
     hint = "$" if name == "output_limits" else "; pass sampler=SamplerConfig"
     with pytest.raises(TypeError, match=rf"{unexpected} 'temperature'{hint}"):
         call(decoder, temperature=0.5)
@@ -248,53 +145,13 @@ def test_a_limit_that_may_count_either_way_is_refused_with_both_names(decoder, c
         call(decoder, max_length=2)
 
 
-@pytest.mark.exhaustive
-def test_numbers_of_numpy_are_numbers(stories):
-    sampler = SamplerConfig(temperature=np.float32(0.5), seed=np.int64(3), top_k=np.int32(4))
-    few = SpeculativeDecoder(stories, target_sampler=sampler).generate("A dog", np.int64(3))
-    assert len(few.tokens) == 3
-
-
-def test_a_dtype_that_weights_cannot_have_is_refused():
-    with pytest.raises(ConfigError, match="int8"):
-        load_model("zoo/draft", "int8")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ids_that_pad_the_embedding_are_never_emitted(temperature):
-    """The padding's own logits are the largest; drafting them is an error that names the range."""
-    config, used = dataclasses.replace(LLAMA, max_position_embeddings=256), 20
-    weights = random_weights(config)
-    head = weights["head"].at[:, used:].mul(50.0)
-    padded = LoadedModel(
-        "padded",
-        transformer.model(config, num_tokens=used),
-        {**weights, "head": head},
-        config=config,
+def test_drafts_of_ids_that_only_pad_the_embedding_are_an_error_that_names_the_range():
+    model = dataclasses.replace(
+        testing.mock_model(8), model=testing.toy_model(8)._replace(num_tokens=6)
     )
-    sampler = SamplerConfig(temperature=temperature)
-    draft = dataclasses.replace(padded, name="same")
-    plain = SpeculativeDecoder(padded, target_sampler=sampler).generate([1, 2], 30)
-    fast = SpeculativeDecoder(
-        padded,
-        draft,
-        SpeculativeConfig(rejection_sampling_strategy="match"),
-        target_sampler=sampler,
-    ).generate([1, 2], 30)
-    assert max(plain.tokens) < used and fast.tokens == plain.tokens
-    with pytest.raises(PromptError, match="ids 0 to 19"):
-        SpeculativeDecoder(padded).encode([1, used])
-    drafter = testing.scripted_drafter(
-        lambda tokens, length, K: jnp.full((len(length), K), used, jnp.int32)
-    )
-    with pytest.raises(InvalidDraftError, match=r"0\.\.19"):
-        SpeculativeDecoder(padded, drafter=drafter).generate([1, 2], 30)
-
-
-def test_an_unknown_model_is_an_error_that_names_the_zoo():
-    with pytest.raises(WeightsError, match="zoo/target"):
-        load_model("no/such/model")
+    fill = lambda tokens, length, K: jnp.full((len(length), K), 6, jnp.int32)
+    with pytest.raises(InvalidDraftError, match=r"0\.\.5"):
+        SpeculativeDecoder(model, drafter=testing.scripted_drafter(fill)).generate([1, 2], 30)
 
 
 # ------------------------------------------------------------------------- statistics
@@ -323,17 +180,6 @@ def test_counts_of_a_hand_written_record():
 def test_statistics_that_do_not_add_up_are_an_error():
     with pytest.raises(AssertionError, match="emitted 3 != first 1"):
         Stats(emitted=3, first=1, accepted=1)
-
-
-@pytest.mark.exhaustive
-def test_expected_acceptance_is_near_the_measured_one():
-    target, draft = testing.mock_model(6, 0), testing.mock_model(6, 1)
-    options = dict(target_sampler=SamplerConfig(temperature=1.0), has_expected=True)
-    d = SpeculativeDecoder(target, draft, SpeculativeConfig(num_speculative_tokens=3), **options)
-    d.generate([[i % 6] for i in range(400)], 40)
-    measured, expected = d.stats.acceptance_by_position, d.stats.expected_by_position
-    for a, e, n in zip(measured, expected, d.stats.reached_at):
-        assert abs(a - e) < 5 * 0.5 / np.sqrt(n)
 
 
 def test_predicted_speedup_is_leviathans_formula():
@@ -370,20 +216,3 @@ def test_other_weights_need_no_other_programs():
     assert other.target.params is not target.params and other.with_params(draft=draft.params)
     frozen = decoder.with_params(target=flax.core.freeze(scaled))  # of flax, with the same names
     assert frozen.generate("def f(", 8).tokens == tokens
-
-
-INVALID_CHANGES = [
-    (lambda p: {**p, "more": p["embed"]}, r"params have other names: \['more'\]"),
-    (lambda p: {**p, "embed": p["embed"][:-1]}, r"are float32\[2047, 256\]; expected"),
-    (lambda p: {**p, "embed": p["embed"].astype("bfloat16")}, "are bfloat16.*; expected fl"),
-]
-
-
-@pytest.mark.parametrize("change, message", INVALID_CHANGES)
-def test_other_weights_are_of_the_same_shapes(change, message):
-    target = load_model("zoo/target")
-    decoder = SpeculativeDecoder(target)
-    with pytest.raises(ConfigError, match=message):
-        decoder.with_params(target=change(target.params))
-    with pytest.raises(ConfigError, match="params of a draft are given; this decoder has none"):
-        decoder.with_params(draft=target.params)

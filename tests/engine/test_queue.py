@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,14 +17,12 @@ from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeD
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.engine import Engine
-from spec_jax.engine.queue import ROUNDS_BETWEEN, _round_up
-from spec_jax.engine.request import make_request, slots_for
+from spec_jax.engine.queue import ROUNDS_BETWEEN
 from spec_jax.engine.stats import Stats
-from spec_jax.errors import Cancelled, ConfigError, PromptError
-from spec_jax.loading import LoadedHead, LoadedModel, load_model
+from spec_jax.errors import Cancelled, PromptError
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
-from spec_jax.sampling import make_sampler
 from spec_jax.testing import mock_model, toy_model
 
 V, NEW = 29, 9
@@ -39,10 +35,6 @@ def _model(name, seed, layers):
     return large_weights(
         name, ModelConfig(V, 16, 24, layers, 2, 1, max_position_embeddings=64), seed
     )
-
-
-def random_model(name):
-    return LoadedModel(name, transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +69,8 @@ def counts(stats):
     return dataclasses.replace(stats, prefill_s=0.0, decode_s=0.0, compile_s=0.0)
 
 
-def check_alone(decoder):
+def test_every_prompt_gives_its_greedy_stream():
+    decoder = speculative(mock_model(V, 0), mock_model(V, 1), "greedy", 0.0)
     expected = {i: alone(decoder, i, prompt) for i, prompt in enumerate(PROMPTS)}
     assert len({len(tokens) for tokens, *_ in expected.values()}) > 2
     pairs = list(enumerate(PROMPTS))
@@ -86,10 +79,6 @@ def check_alone(decoder):
         rows = dict(DecodeQueue(decoder, order, batch=3, **LIMITS))
         assert {i: summary(g) for i, g in rows.items()} == expected
         assert counts(decoder.stats) == counts(sum_of(rows))
-
-
-def test_every_prompt_gives_its_greedy_stream():
-    check_alone(speculative(mock_model(V, 0), mock_model(V, 1), "greedy", 0.0))
 
 
 @pytest.mark.exhaustive
@@ -295,57 +284,6 @@ def test_max_length_and_the_limit_of_the_decoders_config_count_the_prompt():
         }
 
 
-@pytest.mark.parametrize(
-    "prompts, error, message",
-    [
-        ("a text", PromptError, r"prompts is one prompt, 'a text'; .* list of them, \[prompt\]"),
-        ([1, 2, 3], PromptError, r"prompts is one prompt, \[1, 2, 3\]"),
-        ([{"role": "user", "content": "Hi"}], PromptError, "prompts is one prompt"),
-        (iter([[1]]), ConfigError, "list_iterator and max_prompt_tokens is None: name the length"),
-        ([[1], []], PromptError, "prompt 1: the prompt is empty"),
-        (None, PromptError, "prompts is None; expected a list or an iterator of prompts, or of"),
-        ([(1, [0, 1]), [1, 2, 3]], PromptError, r"item 1 .*, \[1, 2, 3\], lacks an index, unlike"),
-        ([[1, 2, 3], (0, [0, 1])], PromptError, r"item 1 .*, \(0, \[0, 1\]\), has an index"),
-        ([[7, [0, 1]]], PromptError, r"integer ids; an index .* are a tuple: \(7, prompt\)"),
-    ],
-    ids=[
-        "text",
-        "ids",
-        "conversation",
-        "iterator",
-        "bad",
-        "none",
-        "some indices",
-        "late indices",
-        "lists",
-    ],
-)
-def test_prompts_that_a_queue_cannot_number_or_measure_are_refused(prompts, error, message):
-    with pytest.raises(error, match=message):
-        DecodeQueue(SpeculativeDecoder(mock_model(V, 0)), prompts, batch=2)
-
-
-def test_an_empty_queue_yields_nothing():
-    queue = DecodeQueue(SpeculativeDecoder(mock_model(V, 0)), [], batch=3, **LIMITS)
-    assert list(queue) == [] and np.isnan(queue.usage.share)
-
-
-CHANGES = [
-    ({"batch": 0}, ConfigError, "batch is 0; expected an integer of 1 or more"),
-    ({"max_prompt_tokens": 0}, ConfigError, "max_prompt_tokens is 0"),
-    ({"max_new_tokens": 60}, PromptError, "a prompt of 20 tokens and 60 new ones are 80"),
-    ({"sampler": []}, ConfigError, "the list of sampler configs is empty"),
-    ({"prompts": None}, PromptError, "prompts is None; expected a list or an iterator"),
-]
-
-
-@pytest.mark.parametrize("changes, error, message", CHANGES)
-def test_what_cannot_be_is_refused_before_anything_is_decoded(pair, changes, error, message):
-    with pytest.raises(error, match=message):
-        options = {"prompts": [], "batch": 2, **LIMITS, **changes}
-        DecodeQueue(SpeculativeDecoder(pair[0]), **options)
-
-
 def prefilled(monkeypatch):
     """The list that gets the number of rows of every prefill."""
     rows, prefill = [], Engine.prefill
@@ -381,7 +319,7 @@ def test_a_target_that_cannot_forget_padding_takes_prompts_of_one_length_togethe
     assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in alone.items()}
 
 
-FEEDING = {"plain": (None, None), "eagle-3": ("head", None), "mesh": ("draft", "data:2,tensor:1")}
+FEEDING = {"plain": (None, None), "mesh": ("head", "data:2,tensor:1")}
 COUNT = lambda begin, n: [i % 31 for i in range(begin, begin + n)]
 # The second and the third end first; the two after them are fed while the first decodes.
 LONG = [[1, 2, 3], COUNT(2, 50), COUNT(3, 52), COUNT(4, 20), COUNT(5, 24), [8]]
@@ -390,13 +328,11 @@ LONG_LIMITS = dict(max_length=60, stop_tokens=())
 
 def in_chunks(drafts=None, where=None):
     """A decoder with small chunks, which do not divide the prompts."""
-    head = LoadedHead("head", CONFIGS["eagle-3"], head_of(CONFIGS["eagle-3"]))
-    draft = {None: None, "draft": random_model("draft"), "head": head}[drafts]
-    method = "eagle" if drafts == "head" else "standalone"
-    config = draft and SpeculativeConfig(method, rejection_sampling_strategy="match")
+    head = drafts and LoadedHead("head", CONFIGS["eagle-3"], head_of(CONFIGS["eagle-3"]))
+    config = head and SpeculativeConfig("eagle", rejection_sampling_strategy="match")
     return SpeculativeDecoder(
-        random_model("target"),
-        draft,
+        LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA),
+        head,
         config,
         target_sampler=SamplerConfig(1.0, seed=40),
         prefill_chunk=7,
@@ -465,15 +401,6 @@ def test_a_cancelled_queue_feeds_no_further_chunk(monkeypatch):
     assert reasons[0] == "cancelled" != reasons[2]
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "groups", "expected"),
-    [(1, 8, 4, 1), (2, 8, 1, 2), (3, 8, 1, 4), (5, 6, 1, 6), (3, 16, 4, 4), (9, 16, 4, 16)],
-)
-def test_few_numbers_of_rows_are_prefilled(count, batch, groups, expected):
-    on = None if groups == 1 else mesh(f"data:{groups},tensor:1")
-    assert _round_up(count, batch, on) == expected
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", [None, "residual"])
 def test_a_queue_on_a_mesh_prefills_a_row_a_group_and_gives_the_same(pair, strategy, monkeypatch):
@@ -496,45 +423,3 @@ def test_a_queue_on_a_mesh_prefills_a_row_a_group_and_gives_the_same(pair, strat
         for decoder in decoders
     )
     assert plain == split and {n % 4 for n in rows if n > 2} == {0}
-
-
-@pytest.mark.measure
-@pytest.mark.parametrize("on", ["data:4,tensor:1", "data:4,tensor:2"])
-@pytest.mark.parametrize("longest", [120, 250])
-def test_the_time_of_sixteen_prompts_at_once_beside_one_by_one(on, longest):
-    """Prints milliseconds, interleaved: run it with -s, and XLA_FLAGS= to compile as users do."""
-    engine = SpeculativeDecoder(load_model("zoo/target"), mesh=on).engine()
-    system, draw = engine.system, np.random.default_rng(0)
-    prompts = [draw.integers(0, 200, longest - i).tolist() for i in range(16)]
-
-    def request(prompts):
-        sampler = make_sampler(SamplerConfig(), len(prompts), system.target.vocab_size)
-        slots = slots_for(system, longest, 64)
-        return make_request(system, prompts, 64, sampler, sampler, slots=slots)
-
-    alone, together = [request([prompt]) for prompt in prompts], request(prompts)
-    one_by_one = lambda: [jax.block_until_ready(engine.prefill(one)) for one in alone]
-    at_once = lambda: jax.block_until_ready(engine.prefill(together))
-    held = {"state": engine.prefill(together)}
-
-    def insert(prefixes):
-        for row, (prefix, index) in enumerate(prefixes):
-            held["state"] = engine.insert(held["state"], row, prefix, index)
-        jax.block_until_ready(held["state"])
-
-    timed = {
-        "one by one": one_by_one,
-        "inserted": lambda: insert((prefix, 0) for prefix in one_by_one()),
-        "at once": at_once,
-        "at once, inserted": lambda: insert(zip([at_once()] * 16, range(16))),
-    }
-    seconds = {name: [] for name in timed}
-    for _ in range(10):
-        for name, run in timed.items():
-            begin = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - begin)
-    found = {name: round(1e3 * np.median(values[1:])) for name, values in seconds.items()}
-    print(on, longest, found)
-    first = lambda state: np.asarray(state.tokens)[range(16), np.asarray(state.length)]
-    np.testing.assert_array_equal(first(held["state"]), first(at_once()))
