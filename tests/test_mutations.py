@@ -25,13 +25,13 @@ MUTATIONS = mutants.read("""
         test_every_kind_is_recorded_where_it_happened
     * finished rows go on
         apply_limits: jnp.where(state.is_active, x_, 0) -> x_
-        test_stop_token_inside_a_block_cuts_what_follows[self]
+        test_stop_token_inside_a_block_cuts_what_follows
     one token more than the limit
         apply_limits: state.limit - total -> state.limit - total + 1
         test_a_round_commits_what_it_emits_and_finished_rows_change_nothing
     one token after a stop token
         apply_limits: jnp.where(stop_, index_ + 1, ...) -> jnp.where(stop_, index_ + 2, ...)
-        test_stop_token_inside_a_block_cuts_what_follows[self]
+        test_stop_token_inside_a_block_cuts_what_follows
     a row is put into another's slot
         loop._insert: full.at[row].set(one[0]) -> full.at[0].set(one[0])
         test_rounds_conform[ngram-chain-match]
@@ -64,7 +64,7 @@ MUTATIONS = mutants.read("""
         test_every_prompt_gives_its_greedy_stream
     * noise of the position before
         round_noise: rng.gumbel(keys(x_, start + 1 + i), v_) -> rng.gumbel(keys(x_, start + i), v_)
-        test_match_emits_exactly_the_plain_stream_for_mixed_rows[ngram]
+        test_plain_decoding_emits_the_oracles_stream
     drafts are drawn with the draft sampler's seed alone
         loop.init_state: rng.draft_seeds(x_, y_) -> y_
         test_one_draft_sampler_draws_other_drafts_for_every_request
@@ -92,6 +92,12 @@ MUTATIONS = mutants.read("""
     an overlapped draft is not rolled back
         pearl._follow_outcome: drafter.rewind(draft, x_) -> draft
         test_the_drafts_state_is_that_of_its_prefix_kept_or_rolled_back
+    overlapped drafts lag behind their distributions
+        pearl.remaining_ahead: moved.replace(...) -> moved.replace(..., probs=block.probs)
+        test_4000_requests_of_one_draft_sampler_have_the_targets_distribution[standalone-chain]
+    a state is not donated
+        loop.generate: f_(g_, static_argnames=x_, donate_argnames=y_) -> f_(g_, static_argnames=x_)
+        test_generate_is_given_every_cache_and_copies_none[K4-B1-draft2-unrolled]
     sources that learn share their counts
         rng._fold_in_counts: counts[source] * len(counts) + source -> counts[source]
         test_every_count_of_every_source_has_noise_of_its_own
@@ -214,7 +220,7 @@ MUTATIONS = mutants.read("""
         test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill
     standalone: the last prompt token is fed twice
         standalone.prefill: lengths - 1 -> lengths
-        test_decode::test_a_draft_equal_to_the_target_is_always_accepted[match]
+        test_rounds_conform[standalone-chain-match]
     chain: q is that of another temperature
         Drafted.add: jax.nn.softmax(dist, ...) -> jax.nn.softmax(logits, ...)
         test_mixed_temperature_zero_rows_are_argmax_rows

@@ -5,51 +5,19 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from conformance.cells import larger
 from conformance.rounds import prove_rounds
-from support import block_heads, block_kind
+from support import block_heads, block_kind, toys
 
 import spec_jax
-from spec_jax import SpeculativeConfig
-from spec_jax.drafters import registry
-from spec_jax.loading import random_head
-from spec_jax.models.config import ModelConfig
+from spec_jax.config import SamplerConfig
+from spec_jax.drafters.common.chain import with_confidence_stop
 
-WAYS = registry.objectives()
 RULES = {"chain": ("residual", "block"), "tree": ("residual", "traversal")}
 SHAPES = {"chain": {"num_speculative_tokens": 2}, "tree": {"tree": ((0,), (1,), (0, 0))}}
-CASES = [f"{name}-{shape}-{rule}" for name in WAYS for shape in RULES for rule in RULES[shape]]
-SIZES = {"dflash2": dict(conv_group_size=1, selector_rank=2, selector_top_k=2)}
-
-
-def head_of(name, vocab_size):
-    """A head for the toy target, whose states are its logits."""
-    sizes = dict(vocab_size=vocab_size, hidden_size=vocab_size, intermediate_size=6)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4)
-    target = ModelConfig(**sizes, num_hidden_layers=1, max_position_embeddings=128)
-    _, way = WAYS[name]
-    options = dict(taps=(1,)) if "taps" in way.options else {}
-    if name == "eagle3":
-        options["draft_vocab_size"] = vocab_size - 1
-    config = way.new(target, **options, **SIZES.get(name, {}))
-    return larger(random_head(config, jax.random.key(3)), 40.0)
-
-
-def maker(name, shape):
-    """``make(target)`` and ``params(target)`` of a certificate."""
-
-    def make(target):
-        config = SpeculativeConfig(WAYS[name][0].name, **SHAPES[shape])
-        head = head_of(name, target.model.vocab_size)
-        return head.kind.make_drafter(head, target.model, config)
-
-    def params(target):
-        V = target.model.vocab_size
-        embed = jax.random.normal(jax.random.key(7), (V, V))  # the toy has none
-        return {"head": head_of(name, V).params, "target": {**target.params, "embed": embed}}
-
-    return make, params
+CASES = [f"{name}-{shape}-{rule}" for name in toys.WAYS for shape in RULES for rule in RULES[shape]]
 
 
 @pytest.mark.representatives(
@@ -58,17 +26,45 @@ def maker(name, shape):
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_is_proved(case):
     name, shape, rule = case.split("-")
-    prove_rounds(*maker(name, shape), rule)
+    prove_rounds(*toys.maker(name, SHAPES[shape]), rule)
+
+
+@pytest.mark.representatives("block")
+@pytest.mark.parametrize("rule", ["residual", "block"])
+def test_rounds_of_the_likeliest_drafts_are_proved(rule):
+    """DFlash's default: the draft is cold, the target warm, filtered or penalised."""
+    make, params = toys.maker("dflash", SHAPES["chain"])
+    offered = prove_rounds(make, params, rule, draft=SamplerConfig(temperature=0.0))
+    assert (offered == 2).all()
+
+
+@pytest.mark.representatives("block")
+@pytest.mark.parametrize("rule", ["residual", "block"])
+def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
+    make, params = toys.maker("dspark", SHAPES["chain"])
+
+    def of_the_token_before(target):
+        """It depends on that token more than on the states."""
+        made, V = params(target), target.model.vocab_size
+        weight = jax.random.normal(jax.random.key(0), made["head"]["confidence"].shape)
+        weight = weight * jnp.where(jnp.arange(len(weight)) < V, 0.1, 1.0)[:, None]
+        return {**made, "head": {**made["head"], "confidence": weight}}
+
+    stopping = lambda target: with_confidence_stop(make(target), 0.4)
+    assert set(np.unique(prove_rounds(stopping, of_the_token_before, rule))) == {0, 1, 2}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.landing("peagle-tree-traversal")
 @pytest.mark.parametrize(
-    ("name", "shape", "rule"), [("dflash2", "chain", "block"), ("peagle", "tree", "traversal")]
+    ("name", "shape", "rule"),
+    [("dspark", "chain", "match"), ("dflash2", "chain", "block"), ("peagle", "tree", "traversal")],
 )
 def test_a_kind_is_certified(name, shape, rule):
-    """Under all settings, with fewer drafts too, and by the loop."""
-    make, params = maker(name, shape)
+    """Under all settings, with fewer drafts too, and by the loop; under ``match`` drafts share the
+    target's noise.
+    """
+    make, params = toys.maker(name, SHAPES[shape])
     certificate = spec_jax.certify(rule, make, params=params, trials=300)
     assert certificate.failure is None and certificate.max_error <= 1e-6
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from support import toys
 from support.automata import Automata
-from support.block_drafts import toy_maker, toy_params
 from support.tiny_models import DEEPSEEK_TARGET, LLAMA, random_weights
 
 import spec_jax
@@ -51,12 +50,9 @@ def ends(rows):
     return [(row.tokens, row.finish_reason) for row in rows]
 
 
-SHAPES = {**toys.SHAPES, "small": {"tree": (2, 1)}}
-
-
 @functools.cache
 def make(kind, strategy, shape):
-    return toys.decoder(kind, strategy, SHAPES[shape])
+    return toys.decoder(kind, strategy, shape)
 
 
 @hypothesis.settings(max_examples=4)
@@ -69,11 +65,11 @@ def test_greedy_rows_of_trees_are_those_of_automata_walked_by_hand(chosen, new):
     rows = make("standalone", "greedy", "small").generate(
         prompts, new, sampler=COLD, stop_tokens=STOPS
     )
-    assert ends(rows) == [AUTOMATA.greedy(toys.target().params, x, new) for x in prompts]
+    assert ends(rows) == [AUTOMATA.greedy(toys.TARGET.params, x, new) for x in prompts]
 
 
 def test_the_message_names_the_processor_that_forbids_every_token():
-    system, params = make("standalone", "greedy", "small").system(), toys.target().params
+    system, params = make("standalone", "greedy", "small").system(), toys.TARGET.params
     found = {tuple(prompt): AUTOMATA.greedy(params, prompt, NEW) for prompt in PROMPTS}
     prompt, output = next((x, y) for x, (y, reason) in found.items() if reason == "nan_target")
     fault = Finish.NAN_TARGET
@@ -91,7 +87,7 @@ def test_the_message_names_the_processor_that_forbids_every_token():
 @functools.cache
 def plain(has_heat):
     options = dict(sampler=MIXED if has_heat else COLD, stop_tokens=STOPS)
-    rows = toys.decoder("plain", "match", {}).generate(PROMPTS, NEW, **options)
+    rows = spec_jax.SpeculativeDecoder(toys.TARGET).generate(PROMPTS, NEW, **options)
     reasons = collections.Counter(row.finish_reason for row in rows)
     assert min(reasons[x] for x in ("nan_target", "stop_token", "length")) > 1
     return ends(rows)
@@ -104,7 +100,7 @@ CELLS = [
     ("eagle1", "match", "chain"),
     ("eagle3", "match", "static"),  # of a reduced vocabulary
     ("mtp", "match", "chain"),
-    ("mtp-sequential", "match", "chain"),
+    ("mtp in turn", "match", "chain"),
     ("ngram", "match", "chain"),
 ]
 
@@ -123,27 +119,23 @@ def test_rows_are_those_of_plain_decoding_whatever_is_drafted(cell):
 @pytest.mark.parametrize("name", ["dspark", "host", "unmasked", "overlapped", "queue"])
 def test_rows_are_those_of_plain_decoding_however_they_are_driven(name, caplog):
     options = dict(sampler=MIXED, stop_tokens=STOPS)
-    config, target = SHAPES["chain"], toys.target()
     make = functools.partial(toys.decoder, "standalone", "match")
     if name == "dspark":
-        loaded = toys.with_params(target, "head", toy_params("dspark")(target))
-        config = toys.config_of("dspark", "match", **config)
-        drafter = toy_maker("dspark")(target)
-        decoder = spec_jax.SpeculativeDecoder(target, loaded, config, drafter=drafter)
+        decoder = toys.decoder("dspark", "match")
     elif name == "host":
         drafter = spec_jax.host_drafter(lambda prefix, k, seed: [(prefix[-1] + 1) % V] * k)
         config = spec_jax.SpeculativeConfig("ngram", toys.K, "match")
-        decoder = spec_jax.SpeculativeDecoder(target, None, config, drafter=drafter)
+        decoder = spec_jax.SpeculativeDecoder(toys.TARGET, None, config, drafter=drafter)
     elif name == "unmasked":  # drafts of a draft that knows no automaton
-        decoder = make({"tree": (2, 2, 1)})
+        decoder = make("static")
         options["draft_sampler"] = [SamplerConfig(x.temperature, seed=x.seed) for x in MIXED]
     elif name == "overlapped":
         own, draft, *_ = jax.devices()
-        decoder = make(config, devices=Devices(draft=draft, target=own))
+        decoder = make(devices=Devices(draft=draft, target=own))
     else:
         of_queue = [sampler(temperature=x.temperature) for x in MIXED]
         rows = spec_jax.DecodeQueue(
-            make(config), PROMPTS, batch=5, max_new_tokens=NEW, stop_tokens=STOPS, sampler=of_queue
+            make(), PROMPTS, batch=5, max_new_tokens=NEW, stop_tokens=STOPS, sampler=of_queue
         )
         rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     if name != "queue":
@@ -217,7 +209,7 @@ def law(params, prompt, new):
 )
 def test_outputs_have_the_targets_distribution_early_ends_too(cell):
     new, trials = 3, 300
-    laws = [law(toys.target().params, prompt, new) for prompt in PROMPTS]
+    laws = [law(toys.TARGET.params, prompt, new) for prompt in PROMPTS]
     chosen = sorted(range(len(laws)), key=lambda i: -len(laws[i]))[:6]
     prompts = [PROMPTS[i] for i in chosen for _ in range(trials)]
     rows = make(*cell).generate(
@@ -236,7 +228,7 @@ def test_nan_at_a_context_ends_the_rows_that_meet_it_and_no_other(strategy, shap
     target, draft = testing.mock_model(V, 0), testing.mock_model(V, 1)
     context = [2, 3]
     target.params["logits"] = target.params["logits"].at[2 * V + 3].set(jnp.nan)
-    config = toys.config_of("standalone", strategy, **SHAPES[shape])
+    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy=strategy, **toys.SHAPES[shape])
     hot = SamplerConfig(temperature=1.0)
     rows = spec_jax.SpeculativeDecoder(target, draft, config).generate(
         PROMPTS, 24, sampler=hot, stop_tokens=()
@@ -257,7 +249,7 @@ def test_nan_at_a_context_ends_the_rows_that_meet_it_and_no_other(strategy, shap
 def test_nan_of_the_draft_costs_its_drafts_and_no_token_and_is_counted(shape, caplog):
     target, draft = testing.mock_model(V, 0), testing.mock_model(V, 1)
     draft.params["logits"] = draft.params["logits"].at[::5].set(jnp.nan)
-    config = toys.config_of("standalone", "match", **SHAPES[shape])
+    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="match", **toys.SHAPES[shape])
     decoder = spec_jax.SpeculativeDecoder(target, draft, config)
     hot = dict(sampler=SamplerConfig(temperature=1.0), stop_tokens=())
     with caplog.at_level(logging.WARNING):

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import markov
-from support import block_drafts, parallel_heads, toys
+from support import toys
+from support.markov import draw_from
 
 from spec_jax import (
     AsyncSpecConfig,
@@ -28,7 +29,7 @@ from spec_jax.drafters.model_free import NO_DRAFT, model_free
 from spec_jax.overlap.overlap import Devices
 from spec_jax.sampling import process, sample
 
-TARGET, V, K, SIZE = toys.target(), toys.V, 3, 4000
+TARGET, V, K, SIZE = toys.TARGET, toys.V, 3, 4000
 WARM = SamplerConfig(temperature=1.0, seed=3)
 DRAFT = SamplerConfig(temperature=1.2, seed=5)
 PROMPT, NUM_TOKENS = [0, 1], 3
@@ -41,7 +42,7 @@ def tokens_of(rows) -> np.ndarray:
 
 def test_one_draft_sampler_draws_other_drafts_for_every_request():
     config = SpeculativeConfig(num_speculative_tokens=1)
-    decoder = SpeculativeDecoder(TARGET, toys.draft(), config, target_sampler=WARM)
+    decoder = SpeculativeDecoder(TARGET, toys.DRAFT, config, target_sampler=WARM)
     prompts = [PROMPT] * 256
 
     def outputs(draft, **options):
@@ -57,19 +58,6 @@ def test_one_draft_sampler_draws_other_drafts_for_every_request():
     np.testing.assert_array_equal(of_requests, outputs(None))
 
 
-# Every kind of drafter that draws, for the toy target.
-SHAPES = {"chain": {"num_speculative_tokens": K}, "tree": {"tree": (2, 1)}}
-
-
-def draw_on_the_host(prefix, k, seed):
-    logits = np.asarray(toys.draft().params["logits"])
-    text, dists = list(prefix), []
-    for uniform in np.random.default_rng(seed).random(k):
-        dists.append(markov.distribution(logits[text[-2] * V + text[-1]]))
-        text.append(min(int(np.searchsorted(np.cumsum(dists[-1]), uniform)), V - 1))
-    return text[len(prefix) :], np.asarray(dists)
-
-
 def draw_by_hand(params, state, context, num_draft):
     """A drafter that keys its noise itself, by the seed of the sampler that it is given."""
     if num_draft == 0:
@@ -83,38 +71,20 @@ def draw_by_hand(params, state, context, num_draft):
     return Proposal(jnp.stack(drafts, axis=1), n_draft, probs=probs), state
 
 
-def with_head(make_drafter, params):
-    """Drafter and parameters of a head that reads the target's logits."""
-    return make_drafter(TARGET), dataclasses.replace(TARGET, name="head", params=params(TARGET))
-
-
-def of_toys(kind):
-    made = toys.decoder(kind, "residual", SHAPES["chain"])
-    return made.system().drafter, made.draft
-
-
-def drafter_of(kind: str) -> tuple:
-    """A drafter, None for a draft model's own, and what holds its parameters."""
-    if kind == "host":
-        return host_drafter(draw_on_the_host, is_sampled=True, vocab_size=V), None
-    if kind == "custom":
-        return model_free("custom", draw_by_hand, V)._replace(is_sampled=True), None
-    if kind == "peagle":
-        return with_head(parallel_heads.toy_maker(), parallel_heads.toy_params)
-    if kind == "dspark":
-        return with_head(block_drafts.toy_maker(kind), block_drafts.toy_params(kind))
-    return (None, toys.draft()) if kind == "standalone" else of_toys(kind)
-
-
 def ways(kind, shape):
     """Yields the name and the outputs of every way to decode one prompt with SIZE seeds."""
-    drafter, draft = drafter_of(kind)
+    draw = draw_from(toys.DRAFT.params["logits"])
+    own = {
+        "host": lambda: host_drafter(draw, is_sampled=True, vocab_size=V),
+        "custom": lambda: model_free("custom", draw_by_hand, V)._replace(is_sampled=True),
+    }
+    drafter, draft = (own[kind](), None) if kind in own else toys.parts_of(kind)
     prompts, equal_ones = [PROMPT] * SIZE, [DRAFT] * SIZE
 
     def decoder(config, **options):
         return SpeculativeDecoder(TARGET, draft, config, drafter=drafter, **options)
 
-    config = SpeculativeConfig(**SHAPES[shape])
+    config = SpeculativeConfig(**toys.SHAPES[shape])
     made = decoder(config, target_sampler=WARM)
     yield "generate", made.generate(prompts, NUM_TOKENS, draft_sampler=equal_ones)
     options = {"num_samples": SIZE, "draft_sampler": equal_ones}
@@ -136,7 +106,7 @@ def ways(kind, shape):
 @pytest.mark.parametrize(
     "kind,shape",
     [
-        ("standalone", "tree"),
+        ("standalone", "small"),
         *((kind, "chain") for kind in ("standalone", "eagle3", "mtp", "peagle")),
         *((kind, "chain") for kind in ("dspark", "host", "custom")),
     ],

@@ -104,16 +104,6 @@ def test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder(remem
     assert history.num_updates == before + 2
 
 
-@pytest.mark.exhaustive
-def test_the_same_seed_gives_the_same_text_while_nothing_was_learned(remembering):
-    target, config = remembering.target, remembering.config
-    first, second = (
-        SpeculativeDecoder(target, config=config, target_sampler=WARM).generate([[0, 1, 2]], 8)
-        for _ in range(2)
-    )
-    assert first[0].tokens == second[0].tokens
-
-
 def test_a_memory_must_state_its_updates(remembering):
     target = remembering.target
     options = {"config": SpeculativeConfig(num_speculative_tokens=K), "target_sampler": WARM}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from oracles.sampling import processed_row
 from support.decoders import prefill
-from support.replay_buffer import replay_buffer
 from support.scripted import BUCKETS, Known, Script
 
 from spec_jax import decoding, testing
@@ -136,22 +135,13 @@ def overlapped(mocks, strategy, sides=None, **options):
 
 
 @pytest.mark.exhaustive
-def test_overlapped_greedy_rows_have_the_log_probabilities_of_their_distribution(mocks):
-    """The greedy rule reads the argmax alone, the observer more."""
-    samplers = [SamplerConfig(), SamplerConfig(repetition_penalty=1.3)]
-    decoder = overlapped(mocks, "greedy")
-    rows = decoder.generate(PROMPTS[:2], NEW, sampler=samplers, logprobs=True)
-    assert_logprobs(decoder.target, rows, PROMPTS[:2], samplers)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["devices", "meshes"])
 def test_overlapped_sides_have_the_same_observers(mocks, kind):
-    """Those that read probabilities, features and counts, in chunks, with stop tokens."""
+    """Those that read probabilities and counts, in chunks, with stop tokens."""
     sides = None
     if kind == "meshes":
         sides = [make_mesh("data:2", jax.devices()[i : i + 2]) for i in (0, 2)]
-    observers = [BY_KIND, COUNTS, replay_buffer(5, V, V)]
+    observers = [BY_KIND, COUNTS]
     decoder = overlapped(mocks, "residual", sides, has_expected=True, observers=observers)
     samplers = [SAMPLERS[1], dataclasses.replace(SAMPLERS[1], seed=7)]
     options = {"sampler": samplers, "stop_tokens": [6], "rounds_per_sync": 2}
@@ -160,7 +150,6 @@ def test_overlapped_sides_have_the_same_observers(mocks, kind):
     assert_kinds(rows)
     tables = [np.asarray(model.params["logits"]) for model in mocks]
     for row, prompt, sampler in zip(rows, PROMPTS, samplers):
-        assert_replay(decoder.target, row, prompt)
         assert row.seen["counts"][1] == len(row.tokens) - 1
         known = np.flatnonzero(~np.isnan(row.trace.expected))
         assert len(known) == sum(row.stats.reached_at)
@@ -169,32 +158,6 @@ def test_overlapped_sides_have_the_same_observers(mocks, kind):
             context = (sampler, prompt, list(row.tokens[:i]))
             p, q = (np.exp(log_softmax(processed_row(t[a * V + b], *context)[0])) for t in tables)
             assert row.trace.expected[i] == pytest.approx(np.minimum(p, q).sum(), abs=1e-5)
-
-
-def assert_replay(target, row, prompt, size=5):
-    """The ring holds the last tokens with the logits that each was taken from, in any order."""
-    table, text = np.asarray(target.params["logits"]), [*prompt, *row.tokens]
-    seen = row.seen["replay"]
-    assert seen["n"] == len(row.tokens) - 1 >= size  # prefill's token is in no round
-    for place in range(len(row.tokens) - size, len(row.tokens)):
-        slot, (a, b) = (place - 1) % size, text[len(prompt) + place - 2 : len(prompt) + place]
-        assert seen["tokens"][slot] == row.tokens[place]
-        for name in ("scores", "features"):  # the toy's features are its logits
-            np.testing.assert_allclose(seen[name][slot], table[a * V + b], rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_a_replay_buffer_of_each_row_is_filled_in_a_decoder_and_in_a_queue(mocks):
-    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
-    observers = [replay_buffer(5, V, V)]
-    decoder = SpeculativeDecoder(*mocks, config, target_sampler=SAMPLERS[1], observers=observers)
-    for row, prompt in zip(decoder.generate(PROMPTS, NEW), PROMPTS, strict=True):
-        assert_replay(decoder.target, row, prompt)
-    queue = DecodeQueue(decoder, PROMPTS, batch=2, max_new_tokens=NEW)  # the third row refills
-    rows = dict(queue)
-    assert set(rows) == set(range(len(PROMPTS)))
-    for index, row in rows.items():
-        assert_replay(mocks[0], row, PROMPTS[index])
 
 
 @pytest.mark.exhaustive
@@ -239,17 +202,26 @@ def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
 
     def init(batch, slots):
         del batch, slots
-        return {"tokens": jnp.zeros(size, jnp.int32), "logits": jnp.zeros((size, V)), "n": 0}
+        table = lambda: jnp.zeros((size, V))
+        return {
+            "tokens": jnp.zeros(size, jnp.int32),
+            "logits": table(),
+            "features": table(),
+            "n": 0,
+        }
 
     def update(seen, of):
         is_new = (of.columns >= 0).ravel()
         at = seen["n"] + jnp.cumsum(is_new) - 1
         at = jnp.where(is_new, at % size, size)
         rows = jnp.arange(len(of.n_emit))[:, None]
-        logits = of.scores.logits[rows, of.nodes].reshape(-1, V)
+        put = lambda name, new: (
+            seen[name].at[at].set(new[rows, of.nodes].reshape(-1, V), mode="drop")
+        )
         return {
             "tokens": seen["tokens"].at[at].set(of.verdict.tokens.ravel(), mode="drop"),
-            "logits": seen["logits"].at[at].set(logits, mode="drop"),
+            "logits": put("logits", of.scores.logits),
+            "features": put("features", of.scores.features),  # the toy's are its logits
             "n": seen["n"] + is_new.sum(dtype=jnp.int32),
         }
 
@@ -276,6 +248,7 @@ def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
     seen = state.seen["ring"].value
     n, table = int(seen["n"]), np.asarray(target.params["logits"])
     assert n == 2 * (NEW - 1)
+    np.testing.assert_array_equal(seen["features"], seen["logits"])
     rows = np.asarray(state.tokens)
     expected = sorted(
         (int(row[i]), *table[row[i - 2] * V + row[i - 1]].tolist())
@@ -287,38 +260,45 @@ def test_a_replay_buffer_of_all_rows_is_filled_under_jit(mocks):
 
 
 OBSERVERS = [
-    (print, "expected spec_jax.Observer"),
-    (COUNTS._replace(name="logprobs"), r"'logprobs' is reserved .*generate\(logprobs=True\)"),
-    (COUNTS._replace(name="expected"), "'expected' is reserved .*has_expected=True adds"),
-    (COUNTS._replace(is_by_row=False), "watches all rows together"),
+    ([print], "expected spec_jax.Observer"),
+    ([COUNTS._replace(name="logprobs")], r"'logprobs' is reserved .*generate\(logprobs=True\)"),
+    ([COUNTS._replace(name="expected")], "'expected' is reserved .*has_expected=True adds"),
+    ([COUNTS._replace(is_by_row=False)], "watches all rows together"),
+    ([COUNTS, COUNTS], "two observers are called 'counts'; rename one"),
 ]
 
 
-@pytest.mark.parametrize("observer, message", OBSERVERS)
-def test_refuses_what_it_cannot_return(mocks, observer, message):
+@pytest.mark.parametrize("observers, message", OBSERVERS)
+def test_refuses_what_it_cannot_return(mocks, observers, message):
     with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(*mocks, observers=[observer])
+        SpeculativeDecoder(*mocks, observers=observers)
 
 
-def test_two_observers_of_a_name_are_refused(mocks):
-    with pytest.raises(ConfigError, match="two observers are called 'counts'; rename one"):
-        SpeculativeDecoder(*mocks, observers=[COUNTS, COUNTS])
+def mine(**changes):
+    return COUNTS._replace(name="mine", **changes)
 
 
-LAYOUTS = [
-    (lambda batch, slots: jnp.zeros(3), r"state f32\[3\]"),
-    (lambda batch, slots: {"n": 0}, r"state\['n'\] 0"),
-    (lambda batch, slots: [jnp.zeros((batch, 2)), jnp.zeros((slots, batch))], r"state\[1\] f32"),
+MISMADE = [
+    (mine(init=lambda batch, slots: jnp.zeros(3)), ShapeError, r"state f32\[3\].*rows first, .B=2"),
+    (mine(init=lambda batch, slots: {"n": 0}), ShapeError, r"init .*'mine' made state\['n'\] 0"),
+    (
+        mine(init=lambda batch, slots: [jnp.zeros((batch, 2)), jnp.zeros((slots, batch))]),
+        ShapeError,
+        r"init of observer 'mine' made state\[1\] f32.*; expected the rows first",
+    ),
+    (
+        mine(update=lambda seen, of: seen.astype(jnp.float32)),
+        ShapeError,
+        "observer 'mine' made state f32",
+    ),
+    (decoding.acceptance_by_kind([0, 1]), ConfigError, "kinds has 2 entries; the target has 7 ids"),
 ]
 
 
-@pytest.mark.parametrize("init, message", LAYOUTS)
-def test_an_observer_whose_arrays_do_not_have_the_rows_first_is_named(mocks, init, message):
-    wrong = COUNTS._replace(name="mine", init=init)
-    decoder = SpeculativeDecoder(*mocks, observers=[wrong])
-    message = f"init of observer 'mine' made {message}.*; expected the rows first, .B=2,...."
-    with pytest.raises(ShapeError, match=message):
-        decoder.generate([[1, 2], [3]], 4)
+@pytest.mark.parametrize("observer, error, words", MISMADE, ids=[row[-1] for row in MISMADE])
+def test_an_observer_whose_arrays_do_not_fit_is_named(mocks, observer, error, words):
+    with pytest.raises(error, match=words):
+        SpeculativeDecoder(*mocks, observers=[observer]).generate([[1, 2], [3]], 4)
 
 
 def draft_mass(seen, of):
@@ -362,9 +342,6 @@ def test_kinds_that_do_not_fit_are_refused(mocks):
     for kinds in ([[0, 1]], [0, -1], [0.5], [], "ab"):
         with pytest.raises(ConfigError, match="expected an integer from 0 to 1023 for each id"):
             decoding.acceptance_by_kind(kinds)
-    decoder = SpeculativeDecoder(*mocks, observers=[decoding.acceptance_by_kind([0, 1])])
-    with pytest.raises(ConfigError, match="kinds has 2 entries; the target has 7 ids"):
-        decoder.generate([1, 2], 4)
 
 
 def test_a_first_token_that_is_not_emitted_has_no_log_probability(mocks):

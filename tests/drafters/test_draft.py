@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,21 +35,3 @@ def test_lookup_is_the_search_by_hand(history, sizes):
     expected = by_hand(history, 4, *sizes)
     assert int(n) == len(expected)
     assert np.asarray(copied).tolist() == expected + [0] * (4 - len(expected))
-
-
-HISTORIES = [
-    ([1, 2, 3, 1, 2], [3, 1, 2]),  # what followed "1 2" before
-    ([1, 2, 5, 2, 6, 2], [6, 2]),  # the latest "2", up to the end of the row
-    ([1, 2, 3], []),
-    ([7], []),
-    ([4, 4, 4], [4]),
-]
-
-
-@pytest.mark.parametrize("history, expected", HISTORIES)
-def test_lookup_copies_what_followed(history, expected):
-    assert by_hand(history, 3, 3, 1) == expected
-    tokens = np.zeros(WIDTH, np.int32)
-    tokens[: len(history)] = history
-    copied, n = _lookup(jnp.asarray(tokens), jnp.int32(len(history) - 1), 3, 3, 1)
-    assert np.asarray(copied)[: int(n)].tolist() == expected

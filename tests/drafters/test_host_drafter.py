@@ -105,55 +105,38 @@ def answer(prefix, k, seed):
     return ANSWER["value"]
 
 
-def assert_refused(host, message):
-    """Every row's number of drafts is one that the loop refuses, and its error is found."""
+FAULTY = [  # whether it reports probabilities, its answer
+    (False, [0] * 4, r"at most 3 integer ids, got \[0, 0, 0, 0\]"),
+    (False, [0.5], r"integer ids, got \[0.5\]"),
+    (False, [[1], [2, 3]], "inhomogeneous"),
+    (False, None, "integer ids, got None"),
+    (False, "ab", "integer ids, got 'ab'"),
+    (True, [1], r"expected a pair of ids and probabilities, got \[1\]"),
+    (True, ([1, 2], FAIR), r"shape \(1, 4\); expected \(2, 4\)"),
+    (True, ([1], FAIR[0]), r"shape \(4,\); expected \(1, 4\)"),
+    (True, ([1], FAIR / 2), "sum to 0.5"),
+    (True, ([1], [[-0.5, 0.5, 0.5, 0.5]]), "the least is -0.5"),
+    (True, ([1], FAIR * np.nan), "sum to nan"),
+    (True, ([1], [[1, 0, 0, 0]]), "token 1 has probability 0"),
+]
+
+
+@pytest.mark.parametrize("is_sampled, value, words", FAULTY, ids=[row[-1] for row in FAULTY])
+def test_every_row_of_a_faulty_answer_is_refused_and_its_error_found(is_sampled, value, words):
+    ANSWER.clear()
+    ANSWER["value"] = value
+    options = {"is_sampled": True, "vocab_size": V} if is_sampled else {}
+    host = spec_jax.host_drafter(answer, **options)
     tokens, length, seeds = rows()
     proposal = propose(tokens, length, seeds, drafter=host)
     assert proposal.n_draft.tolist() == [-1] * B and not proposal.tokens.any()
     for row, n in zip(np.asarray(tokens), np.asarray(length)):
         error = host.find_error(tuple(row[: n + 1].tolist()), 0)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=words):
             raise error
-    ANSWER["value"] = ([], []) if host.is_sampled else []  # what is mended is forgotten
+    ANSWER["value"] = ([], []) if is_sampled else []  # what is mended is forgotten
     jax.block_until_ready(propose(tokens, length, seeds, drafter=host))
     assert host.find_error((), M) is None
-
-
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        ([0] * 4, r"at most 3 integer ids, got \[0, 0, 0, 0\]"),
-        ([0.5], r"integer ids, got \[0.5\]"),
-        ([[1]], "integer ids"),
-        ([[1], [2, 3]], "inhomogeneous"),
-        (None, "integer ids, got None"),
-        ("ab", "integer ids, got 'ab'"),
-    ],
-    ids=["too many", "floats", "nested", "ragged", "nothing", "text"],
-)
-def test_faulty_tokens_are_named(value, message):
-    ANSWER.clear()
-    ANSWER["value"] = value
-    assert_refused(spec_jax.host_drafter(answer), message)
-
-
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        ([1], r"expected a pair of ids and probabilities, got \[1\]"),
-        (([1, 2], FAIR), r"shape \(1, 4\); expected \(2, 4\)"),
-        (([1], FAIR[0]), r"shape \(4,\); expected \(1, 4\)"),
-        (([1], FAIR / 2), "sum to 0.5"),
-        (([1], [[-0.5, 0.5, 0.5, 0.5]]), "the least is -0.5"),
-        (([1], FAIR * np.nan), "sum to nan"),
-        (([1], [[1, 0, 0, 0]]), "token 1 has probability 0"),
-    ],
-    ids=["no pair", "rows", "rank", "mass", "negative", "nan", "impossible"],
-)
-def test_faulty_probabilities_are_named(value, message):
-    ANSWER.clear()
-    ANSWER["value"] = value
-    assert_refused(spec_jax.host_drafter(answer, is_sampled=True, vocab_size=V), message)
 
 
 def test_fewer_drafts_than_k_and_none_are_drafts_too():
@@ -177,43 +160,6 @@ def test_a_sampled_drafter_needs_the_vocabulary():
 # ------------------------------------------------------------------------- inside the loop
 
 
-def python_draft(params):
-    """A toy model in NumPy as ``(prefix, k, seed) -> (tokens, probabilities)``."""
-
-    def draft(prefix, k, seed):
-        prefix, drawn = list(prefix), []
-        for uniform in np.random.default_rng(seed).random(k):
-            weights = np.exp(np.float64(testing.oracles.toy_logits(params, prefix)))
-            drawn.append(weights / weights.sum())
-            prefix.append(int(np.searchsorted(np.cumsum(drawn[-1]), uniform)))
-        told = np.full_like(drawn, 0.25) if LIES["probs"] else drawn
-        return prefix[-k:], told
-
-    return draft
-
-
-LIES = {"probs": False}
-
-
-@pytest.mark.exhaustive
-def test_a_sampled_function_with_residual_matches_target_distribution():
-    params = {"target": testing.toy_params(V, 0), "draft": None}
-    own = {"logits": np.asarray(testing.toy_params(V, 1, scale=2.0)["logits"])}
-    host = spec_jax.host_drafter(python_draft(own), is_sampled=True, vocab_size=V)
-    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
-    options = dict(num_tokens=2, trials=4_000, batch=4_000, params=params)
-    certify = functools.partial(
-        testing.certify_decoder, registry.make_rule(config), host, **options
-    )
-    certify(alpha=1e-4)
-    LIES["probs"] = True
-    try:
-        with pytest.raises(testing.CertificateError, match="chi-square"):
-            certify(alpha=1e-6)
-    finally:
-        LIES["probs"] = False
-
-
 def test_a_deterministic_function_with_residual_matches_target_distribution_exactly():
     def repeat(prefix, k, seed):
         return [(prefix[-1] + i) % 3 for i in range(len(prefix) % (k + 1))]
@@ -232,23 +178,6 @@ def raise_late(prefix, k, seed):
     return [0] * k
 
 
-def run_alone(decoder, prompts):
-    decoder.generate(prompts[0], 8)
-
-
-def run_batch(decoder, prompts):
-    decoder.generate(prompts, 8)
-
-
-def run_stream(decoder, prompts):
-    prompts = decoder.stream(prompts, 8)
-    assert {row for row, _ in prompts} == {0, 1, 2}
-
-
-def run_async(decoder, prompts):
-    asyncio.run(decoder.generate_async(prompts, 8))
-
-
 def run_queue(decoder, prompts):
     prompts, done = [*prompts[1:], prompts[0], *[[2]] * 50], []
     try:
@@ -258,7 +187,16 @@ def run_queue(decoder, prompts):
         assert (2, "invalid_draft") in done and 3 <= len(done) < 9, done
 
 
-@pytest.mark.parametrize("run", [run_alone, run_batch, run_stream, run_async, run_queue])
+RUNS = {
+    "alone": lambda decoder, prompts: decoder.generate(prompts[0], 8),
+    "batch": lambda decoder, prompts: decoder.generate(prompts, 8),
+    "stream": lambda decoder, prompts: list(decoder.stream(prompts, 8)),
+    "async": lambda decoder, prompts: asyncio.run(decoder.generate_async(prompts, 8)),
+    "queue": run_queue,
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_an_exception_of_the_function_is_the_cause_and_the_runtime_logs_nothing(run, capfd):
     config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
     target = dataclasses.replace(testing.mock_model(V), tokenizer=bytes_alone())

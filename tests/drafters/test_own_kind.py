@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from support import gate_kind
+from support import block_heads, block_kind, gate_kind
 from support.files import experiment_files, head_training
 from support.tiny_models import LLAMA
 
@@ -15,14 +15,17 @@ from experiments.training.head import HeadExperiment
 from spec_jax import SpeculativeConfig, load_draft, load_model
 from spec_jax.drafters import register, registry
 from spec_jax.errors import ConfigError
+from spec_jax.evaluation import costs
 from spec_jax.loading import random_head
 from spec_jax.planning import roofline
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
+    register(block_kind.KIND)
     yield register(gate_kind.KIND)
     registry.unregister("gate")
+    registry.unregister("block")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,17 @@ def test_its_passes_are_planned(target):
     assert refresh.work.hbm_bytes > draft.work.hbm_bytes > 0
     both, alone = (roofline.memory(target.config, x) for x in (shape, None))
     assert both.params - alone.params == 2 * 2 * 32 * 16 and both.cache == alone.cache
+
+
+def test_all_passes_of_a_block_in_one_are_timed_together(target):
+    head = block_heads.make_head(block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, (1, 3)))
+    wanted = costs.timer_makers(target, {"block": head}, {"block": {2, 5}}, 64, 1)
+    passes = [costs.TimedLoop("target", k) for k in (0, 2, 5)]
+    assert [*wanted] == [*passes, costs.TimedLoop("block", 2, 2), costs.TimedLoop("block", 5, 2)]
+    times = {what: np.full(4, 2.0 + what.num_passes * what.num_draft) for what in wanted}
+    found = costs.Costs.of_times(times, slots=64, batch=1)
+    assert found.first_ms == {"block": {2: 4.0, 5: 10.0}}
+    assert found.draft_cost("block", 5) == 10 / 5 / 2 and found.is_significant("block")
 
 
 @pytest.mark.exhaustive

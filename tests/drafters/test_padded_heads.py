@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from support.eagle_heads import CONFIGS, LAYER, TARGET, D, V, head_of
 from support.meshes import mesh
 from support.mtp_modules import modules_of, of_target
@@ -88,16 +87,6 @@ def test_a_head_of_another_size_lies_on_the_targets_mesh(tmp_path):
     shared = load_draft(tmp_path, target.on_mesh(where), mesh=where)
     assert not shared.params["head"].sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, alone.params, shared.params)
-
-
-def test_a_copy_of_an_embedding_that_lies_on_a_mesh_is_known(tmp_path):
-    where, target = mesh("data:4,tensor:2"), target_of(32)
-    HEADS["eagle-1"]().save(tmp_path, target_of(V))
-    tensors = load_file(tmp_path / "model.safetensors")
-    copy = np.asarray(target_of(V).params["embed"])
-    save_file({**tensors, "embed_tokens.weight": copy}, tmp_path / "model.safetensors")
-    head = load_draft(tmp_path, target.on_mesh(where), mesh=where)
-    assert "embed" not in head.params and "copy of the target's" in " ".join(head.notes)
 
 
 @pytest.mark.parametrize(

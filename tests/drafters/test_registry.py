@@ -13,14 +13,6 @@ from support.tiny_models import LLAMA, MAMBA2, random_weights
 from spec_jax import SpeculativeDecoder, zoo
 from spec_jax.config import METHODS, SpeculativeConfig
 from spec_jax.drafters import registry
-from spec_jax.drafters.block.config import (
-    DFlash2Config,
-    DFlashConfig,
-    DSparkConfig,
-    TreeFlashConfig,
-)
-from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_draft, load_model, random_head
 from spec_jax.models import transformer
@@ -45,14 +37,9 @@ def dflash(num_layers):
 
 
 EAGLE_3_TENSORS = tensors_of(HEADS["eagle-3"][1])
-# What joins states by ``fc.weight`` and is no EAGLE head, as the projects publish it.
-DFLASH = dict(CONFIG, model_type="qwen3", architectures=["DFlashDraftModel"], block_size=16)
-DFLASH |= dict(dflash_config={"mask_token_id": 30, "target_layer_ids": [1, 3]})
 OF_SPECULATORS = dict(
     SPECULATORS, speculators_model_type="dflash", architectures=["DFlashSpeculator"]
 )
-DSPARK = dict(CONFIG, architectures=["Qwen3DSparkModel"], markov_rank=4, block_size=7)
-MARKOV = zeros("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 JOINED = zeros("fc.weight", *(f"layers.0.{name}" for name in DFLASH_LAYER))
 OTHERS = {
     "DFlash of one layer, as its tensors say": (CONFIG, dflash(1)),
@@ -69,19 +56,6 @@ OTHERS = {
 def test_every_published_eagle_head_is_found(tmp_path, name):
     config, names, _ = HEADS[name]
     assert registry.detect(write(tmp_path, config, tensors_of(names))).name == "eagle"
-
-
-def test_block_drafters_are_told_apart_by_their_steps(tmp_path):
-    plain, step = dflash(2), zeros("ar_approximation.d.weight")
-    prefixed = {f"model.{name}": x for name, x in plain.items()}
-    for name, hf, tensors in (
-        ("dflash", DFLASH, plain),
-        ("dspark", DSPARK, plain | MARKOV),
-        ("dflash2", DFLASH, plain | zeros("candidate_selector.hidden_projection.weight")),
-        ("treeflash", DFLASH, prefixed | step),
-    ):
-        (tmp_path / name).mkdir()
-        assert registry.detect(write(tmp_path / name, hf, tensors)).name == name
 
 
 def test_a_head_with_a_masked_state_is_told_apart_from_an_eagle_head(tmp_path):
@@ -139,27 +113,6 @@ def test_the_zoo_is_told_apart():
     }
 
 
-HEAD_CONFIGS = {
-    "eagle-1": EagleConfig.of_target(LLAMA, 1),
-    "eagle-3": EagleConfig.of_target(LLAMA, 3),
-    "mtp": MtpConfig.of_target(LLAMA, num_modules=2, protocol="sequential"),
-    "dflash": DFlashConfig.of_target(LLAMA),
-    "dflash2": DFlash2Config.of_target(LLAMA, selector_rank=4),
-    "dspark": DSparkConfig.of_target(LLAMA, markov_rank=4, markov_head_type="gated"),
-    "treeflash": TreeFlashConfig.of_target(LLAMA),
-}
-
-
-@pytest.mark.parametrize("name", HEAD_CONFIGS)
-def test_the_table_of_a_kind_declares_the_parameters_of_a_head(name):
-    config = HEAD_CONFIGS[name]
-    head = random_head(config, jax.random.key(0))
-    is_spec = lambda leaf: hasattr(leaf, "hf_name")
-    declared = jax.tree.map(lambda spec: spec.shape, head.kind.head.table(config), is_leaf=is_spec)
-    assert declared == jax.tree.map(lambda w: w.shape, head.params)
-    head.check_params()
-
-
 def test_a_config_takes_every_registered_method_and_no_other():
     for method in METHODS:
         SpeculativeConfig(method)
@@ -181,36 +134,6 @@ def test_a_kind_that_takes_what_another_has_is_refused():
         random_head("config", jax.random.key(0))
     with pytest.raises(ConfigError, match="no drafter kind 'mine'; known: standalone"):
         load_draft(zoo.path("zoo/draft"), TARGET, method="mine")
-
-
-def test_a_method_without_weights_has_none_to_load_and_says_what_to_write(tmp_path):
-    target, message = load_model("zoo/draft"), r"'ngram' copies .*SpeculativeConfig\('ngram'\)\)"
-    with pytest.raises(ConfigError, match=message):
-        load_draft(tmp_path, target, method="ngram")
-    with pytest.raises(ConfigError, match=message):
-        load_draft("ngram", target)
-    with pytest.raises(ConfigError, match=r"no drafter kind 'eagle3' \(did you mean eagle\?\)"):
-        load_draft(tmp_path, target, method="eagle3")
-
-
-drafting = lambda **fields: {"drafting": registry.Drafting(**fields)}
-head = lambda **fields: {"head": registry.HeadSpec(config_class=dict, table=dict, **fields)}
-CHANGES = [
-    (drafting(draft="modle"), "draft is 'modle'; expected one of head, model, none"),
-    (drafting(draft="none"), "'x' has no `drafter`, and no `functions` of a head"),
-    (head(), "'x' has no `drafter`, and no `functions` of a head"),
-    (drafting(drafter=len), "'x' has no `head`, and drafts with one: draft is 'head'"),
-    (drafting(draft="none", drafter=len) | head(), "'x' has a `head`, and drafts without one"),
-    (drafting(drafter=len) | head(), "'x' has no `passes`, which plans, timers and predicted"),
-    (drafting(draft="model", drafter=len), "'x' has no `passes`"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), CHANGES)
-def test_a_record_that_lacks_something_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        registry.register(registry.DrafterKind(name="x", **changes))
-    assert "x" not in METHODS
 
 
 def test_a_model_drafts_under_the_name_of_its_kind():

@@ -17,7 +17,6 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig, SuffixConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.suffix import GAP, History, suffix
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.errors import ConfigError
 from spec_jax.rules import make_rule
 
 VOCAB, WIDTH, PAST, K = 4, 20, 12, 5
@@ -171,23 +170,3 @@ def test_outputs_help_the_next_call_and_change_nothing():
         assert [row.tokens for row in rows] == [row.tokens for row in plain]
         accepted.append(rows[1].stats.accepted)
     assert accepted[1] > 20 > accepted[0]  # the sampled row repeats itself in the second call
-
-
-INVALID = [
-    ({"suffix_max_depth": 0}, "suffix.max_depth is 0; expected an integer of 1 or more"),
-    ({"suffix_history_tokens": -1}, "suffix.history_tokens"),
-    ({"suffix_min_prob": 1.5}, r"suffix.min_prob is 1.5; expected a number in \[0, 1\]"),
-    ({"suffix_max_factor": -1.0}, "suffix.max_factor"),
-    ({"suffix_max_offset": float("nan")}, "suffix.max_offset"),
-    ({"tree": (2, 1)}, "'suffix' drafts chains"),
-]
-
-
-@pytest.mark.parametrize("values, message", INVALID)
-def test_refuses_options_that_cannot_be(values, message):
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeConfig("suffix", **values)
-    with pytest.raises(ConfigError, match="'suffix' copies tokens; leave the draft mock-1 out"):
-        SpeculativeDecoder(
-            testing.mock_model(), testing.mock_model(seed=1), SpeculativeConfig("suffix")
-        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.decoders import prefill, rule
+from support.decoders import prefill, rule, run
 from support.eagle_heads import CONFIGS, PROMPTS, np_draft, system_of
 from support.tiny_models import LLAMA, random_weights
 from support.trees import BUSH
@@ -18,28 +17,11 @@ from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.eagle.model import eagle
 from spec_jax.drafters.standalone.model import standalone
-from spec_jax.engine import stats
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import toy_model, toy_params
 from spec_jax.tree import DynamicTree, Tree
-
-
-def decoded(system, params, prompts, sampler, new):
-    state = prefill(system, params, prompts, new, sampler, slots=96)
-    none = jnp.zeros(len(prompts), jnp.int32)
-    state, _ = decoding.generate(params, state, none, jnp.int32(10**6), system=system)
-    kinds, offered = np.asarray(state.kind), np.asarray(state.offered)
-    rows = [
-        stats.row_stats(kinds[i, len(p) :][:new], offered[i, len(p) :][:new], system.depth)
-        for i, p in enumerate(prompts)
-    ]
-    return state, sum(rows[1:], rows[0])
-
-
-# -------------------------------------------------------------------------- mutations
-
 
 # --------------------------------------------------------------------------- drafting
 
@@ -108,29 +90,6 @@ def test_a_heads_tree_holds_its_chain():
         assert [int(proposal.tokens[row, i - 1]) for i in first] == drafts
 
 
-@pytest.mark.exhaustive
-def test_a_dynamic_tree_compiles_once():
-    """Its shape changes from round to round and from prompt to prompt, the program does not."""
-    system, params = lm_system("greedy", DynamicTree(6, 3, 3), doubt=0.3)
-    decoding.generate.clear_cache()
-    before = decoding.generate._cache_size()
-    shapes = set()
-    for prompts in (PROMPTS, [[5], [1, 2, 3, 4], [9, 9]]):
-        state, _ = decoded(system, params, prompts, SamplerConfig(), 12)
-        again = prefill(system, params, prompts, 12, SamplerConfig(), slots=96)
-        shapes |= set(map(tuple, np.asarray(proposal_of(system, params, again).parents)))
-    assert decoding.generate._cache_size() == before + 1 and len(shapes) > 1
-
-
-@pytest.mark.exhaustive
-def test_statistics_of_a_tree_count_its_levels():
-    system, params = lm_system("greedy", BUSH)
-    _, counted = decoded(system, params, PROMPTS, SamplerConfig(), 30)
-    assert counted.emitted == 90 and len(counted.drafted_at) == BUSH.depth
-    assert counted.drafted_at == (counted.rounds,) * BUSH.depth
-    assert counted.acceptance_by_position[0] == 1.0
-
-
 STRATEGIES = [
     ("block", BUSH, 6, "rule 'block' accepts chains only; drafter 'standalone' proposes trees"),
     ("greedy", BUSH, 5, "K is 5; the tree has 6 nodes"),
@@ -142,16 +101,8 @@ STRATEGIES = [
 def test_a_tree_that_does_not_fit_is_refused(strategy, shape, K, message):
     with pytest.raises(ConfigError, match=message):
         system, params = lm_system(strategy, shape)
-        decoded(system._replace(num_draft=K), params, PROMPTS, SamplerConfig(), 4)
-
-
-def test_a_heads_tree_wider_than_its_vocabulary_is_refused():
-    config = CONFIGS["eagle-3"]
-    with pytest.raises(ConfigError, match="25 children of a node; the draft vocabulary has 20"):
-        eagle(config, transformer.model(LLAMA, config.taps), DynamicTree(25, 1, 25))
-    whole, padded = CONFIGS["eagle-1"], transformer.model(LLAMA, (3,), num_tokens=27)
-    with pytest.raises(ConfigError, match="28 children of a node; the draft vocabulary has 27"):
-        eagle(whole, padded, DynamicTree(28, 1, 28))
+        system = system._replace(num_draft=K)
+        run(system, params, prefill(system, params, PROMPTS, 4), 1)
 
 
 @pytest.mark.exhaustive
@@ -164,7 +115,6 @@ def test_a_proposal_that_is_no_tree_stops_its_row():
 
     broken = system._replace(drafter=system.drafter._replace(propose=propose))
     state = prefill(broken, params, PROMPTS, 8, SamplerConfig(), slots=96)
-    none = jnp.zeros(len(PROMPTS), jnp.int32)
-    state, _ = decoding.generate(params, state, none, jnp.int32(10**6), system=broken)
+    state, _ = run(broken, params, state, 10**6)
     wanted = [decoding.Finish.INVALID_DRAFT, decoding.Finish.LENGTH, decoding.Finish.LENGTH]
     assert state.finish.tolist() == wanted

@@ -15,11 +15,8 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, load_model
-from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.models.config import ModelConfig
 from spec_jax.rules import make_rule
 
 N = 3  # tokens; further ids are padding
@@ -86,63 +83,10 @@ def test_enumerated_distribution_is_the_targets(sizes):
     )
 
 
-def test_a_pair_of_equal_sizes_stays_as_it_is():
-    target, draft = toy(5, 0), toy(5, 1)
-    assert aligned(draft.model, target.model) is draft.model
-
-
 def test_padding_is_not_drafted_by_a_model_without_a_tokenizer():
     target, draft = toy(5, 0), testing.mock_model(5)
     logits = aligned(draft.model, target.model).unembed(None, jnp.arange(5.0))
     np.testing.assert_array_equal(logits, [0, 1, 2, -np.inf, -np.inf])
-
-
-def test_tokens_decide_where_there_are_no_tokenizers():
-    blank = lambda model: dataclasses.replace(model, tokenizer=None)
-    SpeculativeDecoder(blank(toy(5, 0)), blank(toy(4, 1)))  # 3 tokens each
-    with pytest.raises(ConfigError, match="target toy of 5 has 3 tokens, draft mock-0 has 4"):
-        SpeculativeDecoder(toy(5, 0), testing.mock_model(4))
-
-
-def test_a_draft_that_lacks_tokens_is_refused():
-    """The tokenizers are equal, and the draft was never resized for the tokens added last."""
-    target = dataclasses.replace(toy(5, 0), tokenizer=letters(5))
-    target = dataclasses.replace(target, model=testing.toy_model(5))
-    draft = dataclasses.replace(toy(4, 1), tokenizer=letters(5))
-    with pytest.raises(ConfigError, match="target toy of 5 has 5 tokens, draft toy of 4 has 3"):
-        SpeculativeDecoder(target, draft)
-
-
-def test_other_tokens_are_refused_whatever_their_number():
-    other = dataclasses.replace(toy(5, 1), tokenizer=letters(4))
-    said = "have 1 different tokens, such as 'D' of id none in the one and 3 in the other"
-    with pytest.raises(ConfigError, match=said):
-        SpeculativeDecoder(toy(5, 0), other)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("sizes", "strategy"), [((32, 30), "match"), ((30, 32), "residual")])
-def test_a_padded_pair_decodes_on_a_mesh(sizes, strategy):
-    """The vocabulary is split over "tensor" where it divides: 32 ids do, 30 do not."""
-
-    def model(size: int, seed: int) -> LoadedModel:
-        config: ModelConfig = dataclasses.replace(
-            LLAMA, vocab_size=size, max_position_embeddings=256
-        )
-        functions = transformer.model(config, num_tokens=27)
-        params = random_weights(config, seed)
-        return LoadedModel(f"{size}", functions, params, letters(27), config)
-
-    target, draft = model(sizes[0], 0), model(sizes[1], 1)
-    config = SpeculativeConfig(rejection_sampling_strategy=strategy)
-    results = [
-        SpeculativeDecoder(target, draft, config, target_sampler=WARM, mesh=mesh).generate(
-            [[3, 1, 4], [9]], 16
-        )
-        for mesh in (None, "data:2,tensor:2")
-    ]
-    alone, shared = ([row.tokens for row in rows] for rows in results)
-    assert alone == shared and max(map(max, alone)) < 27
 
 
 def test_a_stop_token_that_the_tokenizer_lacks_is_said(tmp_path, caplog):

@@ -27,14 +27,13 @@ def test_one_device_falls_back_to_the_usual_loop_and_says_so():
         overlap.Overlap(devices)
 
 
-def test_what_is_no_device_is_named():
+def test_what_are_no_devices_is_named():
     with pytest.raises(ConfigError, match="the target's devices are 'cpu:0'"):
         overlap.Devices(jax.devices()[0], "cpu:0")
-
-
-def test_devices_that_are_none_are_named():
     with pytest.raises(ConfigError, match="expected overlap.Devices"):
         overlap.make_loop((jax.devices()[0], jax.devices()[0]))
+    with pytest.raises(ConfigError, match="the draft keeps a dict, which cannot forget"):
+        standalone(TOY).rewind(StandaloneState({}), 1)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +56,3 @@ def test_what_cannot_run_ahead_is_refused(drafter, strategy, K, message):
 def test_chains_of_copies_and_of_a_small_model_can_run_ahead():
     for drafter in (standalone(TOY), ngram(), suffix(4)):
         overlap.check(decoding.System(TOY, drafter, MATCH, 3))
-
-
-def test_a_cache_that_cannot_go_back_is_named():
-    with pytest.raises(ConfigError, match="the draft keeps a dict, which cannot forget"):
-        standalone(TOY).rewind(StandaloneState({}), 1)

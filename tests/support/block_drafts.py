@@ -1,4 +1,4 @@
-"""DFlash, DSpark and TreeFlash heads with random weights, for tiny targets and for the toy."""
+"""DFlash, DSpark and TreeFlash heads with random weights, for tiny targets."""
 
 import functools
 
@@ -13,7 +13,7 @@ from spec_jax.drafters.block.config import (
     DSparkConfig,
     TreeFlashConfig,
 )
-from spec_jax.drafters.block.model import block_drafter, block_table
+from spec_jax.drafters.block.model import block_table
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
@@ -90,50 +90,6 @@ def head_of(config, seed=0):
     read = lambda n, spec: tensors[names[n]].T if spec.is_linear else tensors[names[n]]
     params = nested({n: jnp.asarray(read(n, spec)) for n, spec in specs.items()})
     return LoadedHead(config.name, config, params)
-
-
-def toy_config(kind, vocab_size, **changes):
-    """A head of one layer for the toy target, whose states are its logits."""
-    classes = (DFlashConfig, DFlash2Config, DSparkConfig, TreeFlashConfig)
-    cls = {c.name: c for c in classes}[kind]
-    layer = ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=vocab_size,
-        intermediate_size=6,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        max_position_embeddings=128,
-        model_type="qwen3",
-    )
-    sizes = dict(target_hidden_size=vocab_size, target_vocab_size=vocab_size, taps=(1,))
-    sizes |= dict(block_size=5, mask_token_id=vocab_size - 1)
-    if kind == "dspark":
-        sizes["markov_rank"] = 2
-    if kind == "dflash2":
-        sizes |= dict(conv_group_size=1, selector_rank=2, selector_top_k=2)
-    return cls(layer=layer, **sizes | changes)
-
-
-def toy_maker(kind, tree=None, **changes):
-    """``make(target)`` of a certificate."""
-    return lambda target: block_drafter(
-        toy_config(kind, target.model.vocab_size, **changes), target.model, tree
-    )
-
-
-def toy_params(kind, **changes):
-    """``params(target)`` of a certificate. The toy has no embedding, so it is given one."""
-
-    def make(target):
-        V = target.model.vocab_size
-        head = head_of(toy_config(kind, V, **changes))
-        embed = jax.random.normal(jax.random.key(7), (V, V))
-        larger = jax.tree.map(lambda w: 2 * w, head.params)
-        return {"head": larger, "target": {**target.params, "embed": embed}}
-
-    return make
 
 
 def features_of(config, tokens):

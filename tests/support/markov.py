@@ -44,13 +44,19 @@ def count_on(prefix, k, seed):
     return [(prefix[-1] + 1 + i) % V for i in range(k - sum(prefix) % 2)]
 
 
-def draw_from_table(prefix, k, seed):
-    """Drafts from another table, with their distributions."""
-    text, dists = list(prefix), []
-    for uniform in np.random.default_rng(seed).random(k):
-        dists.append(markov.distribution(DRAFT_TABLE[text[-2] * V + text[-1]]))
-        text.append(min(int(np.searchsorted(np.cumsum(dists[-1]), uniform)), V - 1))
-    return text[len(prefix) :], np.asarray(dists)
+def draw_from(table):
+    """A function that drafts from a table of logits, with distributions."""
+    table = np.asarray(table)
+    V = table.shape[1]
+
+    def draw(prefix, k, seed):
+        text, dists = list(prefix), []
+        for uniform in np.random.default_rng(seed).random(k):
+            dists.append(markov.distribution(table[text[-2] * V + text[-1]]))
+            text.append(min(int(np.searchsorted(np.cumsum(dists[-1]), uniform)), V - 1))
+        return text[len(prefix) :], np.asarray(dists)
+
+    return draw
 
 
 def _config(method, rule, **options):
@@ -81,7 +87,7 @@ DECODERS: dict[str, Callable[[str], SpeculativeDecoder]] = {
     "suffix": _of_method("suffix", suffix_history_tokens=64),
     "ngram": _of_method("ngram"),
     "host": _of_host(count_on),
-    "sampled-host": _of_host(draw_from_table, is_sampled=True, vocab_size=V),
+    "sampled-host": _of_host(draw_from(DRAFT_TABLE), is_sampled=True, vocab_size=V),
     "adaptive": _adaptive,
     "confidence": _of_method("standalone", DRAFT, confidence_threshold=0.5),
     "chain": _of_method("standalone", DRAFT),

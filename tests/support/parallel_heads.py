@@ -1,4 +1,4 @@
-"""P-EAGLE heads with random weights, for a tiny target and for the toy."""
+"""P-EAGLE heads with random weights, for a tiny target."""
 
 from __future__ import annotations
 
@@ -52,6 +52,5 @@ def head_of(config, seed=0):
     names = file_names(config, "layers.0.").items()
     params = nest({ours: jnp.asarray(turned(*stored)) for ours, stored in names})
     if (size := config.layer.vocab_size) < config.target_vocab_size:
-        ids = IDS if config.target_vocab_size == V else np.arange(size)
-        params["d2t"] = jnp.asarray(ids - np.arange(size), jnp.int32)
+        params["d2t"] = jnp.asarray(IDS - np.arange(size), jnp.int32)
     return LoadedHead(config.name, config, params)

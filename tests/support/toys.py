@@ -1,124 +1,80 @@
-"""Decoders of toys: every kind of drafter for a target that is a table of logits of six ids.
+"""Decoders for a target that is a table of logits: with a draft model, copies, or any head.
 
-The heads have a layer of attention, whose rounding is far below the differences of their logits.
-One batch mixes rows of several temperatures, filters and penalties.
+A head's layer of attention rounds far below the differences of its logits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import zlib
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from conformance.cells import larger
 
-import spec_jax
-from spec_jax import testing
-from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.mtp.model import MtpConfig
+from spec_jax import SpeculativeConfig, SpeculativeDecoder, testing
+from spec_jax.drafters import registry
 from spec_jax.loading import random_head
 from spec_jax.models.config import ModelConfig
 
-
-def values(tree, seed: int = 0, scale: float = 0.2):
-    """The same pytree with values that NumPy draws by the name of each leaf; integers stay."""
-
-    def leaf(path, old):
-        name = jax.tree_util.keystr(path)
-        if not jnp.issubdtype(old.dtype, jnp.floating):
-            return old
-        stream = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32)
-        draw = stream.standard_normal(old.shape)
-        return jnp.asarray(1 + 0.1 * draw if "norm" in name else scale * draw, old.dtype)
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
-def config_of(method: str, strategy: str | None, **options) -> spec_jax.SpeculativeConfig:
-    """A configuration from flat options."""
-    return spec_jax.SpeculativeConfig(
-        speculative_method=method, rejection_sampling_strategy=strategy, **options
-    )
-
-
-def samplers(*changes: dict) -> list[spec_jax.SamplerConfig]:
-    """One sampler a row, with seeds of their own."""
-    return [spec_jax.SamplerConfig(**{"seed": 11 + i, **c}) for i, c in enumerate(changes)]
-
-
-def with_params(loaded, name: str, params):
-    return dataclasses.replace(loaded, name=name, params=params)
-
-
 V, K = 6, 3
-COLD = samplers({}, {"repetition_penalty": 1.3}, {}, {"frequency_penalty": 0.4})
-MIXED = samplers(
-    {},
-    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.2},
-    {"temperature": 0.8, "top_k": 4, "min_p": 0.02, "logit_bias": ((2, 0.5),)},
-    {"temperature": 1.3},
-)
 SHAPES = {
     "chain": {"num_speculative_tokens": K},
     "static": {"tree": (2, 2, 1)},
     "dynamic": {"tree_depth": 3, "tree_top_k": 3, "num_speculative_tokens": 7},
+    "small": {"tree": (2, 1)},
 }
+WAYS = registry.objectives()
+SIZES = {
+    "dspark": dict(markov_rank=2),
+    "dflash2": dict(conv_group_size=1, selector_rank=2, selector_top_k=2),
+    "mtp in turn": dict(protocol="sequential", num_modules=K),
+}
+TARGET = testing.mock_model(V, 0, scale=1.5)
+_NOISE = testing.toy_params(V, 1)["logits"]
+DRAFT = dataclasses.replace(
+    TARGET, name="draft", params={"logits": TARGET.params["logits"] + 0.8 * _NOISE}
+)
 
 
-@functools.cache
-def target():
-    return testing.mock_model(V, 0, scale=1.5)
+def head_of(name, vocab_size):
+    """A head for a toy target, whose states are its logits."""
+    sizes = dict(vocab_size=vocab_size, hidden_size=vocab_size, intermediate_size=6)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+    target = ModelConfig(**sizes, num_hidden_layers=1, max_position_embeddings=128)
+    _, way = WAYS[name.split()[0]]
+    options = dict(taps=(1,)) if "taps" in way.options else {}
+    if name == "eagle3":
+        options["draft_vocab_size"] = vocab_size - 1
+    config = way.new(target, **options, **SIZES.get(name, {}))
+    return larger(random_head(config, jax.random.key(3)), 40.0)
 
 
-@functools.cache
-def draft():
-    noise = testing.toy_params(V, 1)["logits"]
-    return with_params(target(), "draft", {"logits": target().params["logits"] + 0.8 * noise})
+def maker(name, shape):
+    """``make(target)`` and ``params(target)`` of a certificate; ``shape``: options of a config."""
+
+    def make(target):
+        head = head_of(name, target.model.vocab_size)
+        config = SpeculativeConfig(head.method, **shape)
+        return head.kind.make_drafter(head, target.model, config)
+
+    def params(target):
+        V = target.model.vocab_size
+        embed = jax.random.normal(jax.random.key(7), (V, V))  # the toy has none
+        return {"head": head_of(name, V).params, "target": {**target.params, "embed": embed}}
+
+    return make, params
 
 
-@functools.cache
-def head(kind: str):
-    """A head with random values for the toy, whose features are its logits."""
-    options = dict(
-        num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=256
-    )
-    layer = ModelConfig(
-        vocab_size=V, hidden_size=V, intermediate_size=10, num_hidden_layers=1, **options
-    )
-    make = {
-        "eagle1": lambda: EagleConfig.of_target(layer, 1, taps=(2,)),
-        "eagle3": lambda: EagleConfig.of_target(layer, 3, 5, taps=(1,)),
-        "mtp": lambda: MtpConfig.of_target(layer),
-        "mtp-sequential": lambda: MtpConfig.of_target(layer, protocol="sequential", num_modules=K),
-    }[kind]
-    loaded = random_head(make(), jax.random.key(0))
-    return with_params(loaded, kind, values(loaded.params, scale=0.7))
+def parts_of(name, shape="chain"):
+    """A drafter, None for a draft model's own, and what holds its parameters."""
+    if name in ("standalone", "ngram"):
+        return None, DRAFT if name == "standalone" else None
+    make, params = maker(name, SHAPES[shape])
+    return make(TARGET), dataclasses.replace(TARGET, name="head", params=params(TARGET))
 
 
-def decoder(kind: str, strategy: str, shape: dict, **options) -> spec_jax.SpeculativeDecoder:
-    """A decoder of the toy target.
-
-    Args:
-      kind: of drafter, "plain" for none.
-      strategy: the rule.
-      shape: of the drafts, as options of the configuration.
-      **options: of the decoder.
-    """
-    options = {"target_sampler": COLD if strategy == "greedy" else MIXED, **options}
-    if kind == "plain":
-        return spec_jax.SpeculativeDecoder(target(), **options)
-    if kind in ("standalone", "ngram", "suffix"):
-        config = config_of(kind, strategy, **shape)
-        own = draft() if kind == "standalone" else None
-        return spec_jax.SpeculativeDecoder(target(), own, config, **options)
-    loaded = head(kind)
-    config = config_of(loaded.method, strategy, **shape)
-    embed = values({"embed": jnp.zeros((V, V))})
-    params = {"head": loaded.params, "target": {**target().params, **embed}}
-    model = target().model
-    drafter = loaded.kind.make_drafter(loaded, model, config)
-    return spec_jax.SpeculativeDecoder(
-        target(), with_params(target(), "head", params), config, drafter=drafter, **options
-    )
+def decoder(name, rule, shape="chain", **options) -> SpeculativeDecoder:
+    """A decoder of the toy target; ``options`` are its own."""
+    drafter, draft = parts_of(name, shape)
+    method = name if drafter is None else WAYS[name.split()[0]][0].name
+    config = SpeculativeConfig(method, rejection_sampling_strategy=rule, **SHAPES[shape])
+    return SpeculativeDecoder(TARGET, draft, config, drafter=drafter, **options)

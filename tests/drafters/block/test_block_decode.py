@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import pytest
+from support import parallel_heads
 from support.block_drafts import HEADS, TARGET, head_of
 from support.tiny_models import LLAMA
 
 from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.config import SamplerConfig
-from spec_jax.errors import ConfigError
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5], [4], [11, 2, 11]]
-V, D, K = LLAMA.vocab_size, LLAMA.hidden_size, 4
+K = 4
 
 
 def test_it_samples_with_block_verification_and_dflash_drafts_the_likeliest():
     """Rule and draft temperature where nothing says otherwise; of trees the usual rule."""
     ways = {}
-    for kind in ("dflash", "dspark"):
-        decoder = SpeculativeDecoder(TARGET, head_of(HEADS[kind]), SpeculativeConfig(kind, 2))
+    heads = {kind: head_of(HEADS[kind]) for kind in ("dflash", "dspark")}
+    heads["peagle"] = parallel_heads.head_of(parallel_heads.HEADS["p-eagle"])
+    for kind, head in heads.items():
+        decoder = SpeculativeDecoder(TARGET, head, SpeculativeConfig(kind, 2))
         rules = [decoder.system(SamplerConfig(temperature=t)).rule.name for t in (0.0, 1.0)]
         ways[kind] = (*rules, decoder.system().drafter.draft_temperature)
-    assert ways == {"dflash": ("greedy", "block", 0.0), "dspark": ("greedy", "block", None)}
+    cold, own = ("greedy", "block", 0.0), ("greedy", "block", None)
+    assert ways == {"dflash": cold, "dspark": own, "peagle": cold}
     tree = SpeculativeConfig("dspark", tree=(2, 1))
     decoder = SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), tree)
     assert decoder.system(SamplerConfig(temperature=1.0)).rule.name == "residual"
-
-
-def test_a_tree_deeper_than_a_block_is_refused_where_it_is_made():
-    with pytest.raises(ConfigError, match="5 drafts in a row are more than 4"):
-        config = SpeculativeConfig("dspark", tree=(1,) * 5)
-        SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), config)
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "treeflash"])
-def test_a_head_without_a_confidence_refuses_to_stop_by_it(kind):
-    config = SpeculativeConfig(kind, 2, confidence_threshold=0.4)
-    with pytest.raises(ConfigError, match=f"confidence_threshold is 0.4; this '{kind}' head"):
-        SpeculativeDecoder(TARGET, head_of(HEADS[kind]), config)
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,6 @@ from oracles import block_heads
 from support.block_drafts import HEADS, TARGET, exact, features_of, head_of, tensors_of
 from support.tiny_models import LLAMA
 
-from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.block.config import DFlashConfig
@@ -151,21 +150,6 @@ def test_distributions_do_not_depend_on_k(name):
         proposer(drafter, params, k)(state, jnp.asarray(N))[0].logits for k in (2, config.max_draft)
     )
     np.testing.assert_allclose(short, whole[:, :2], atol=1e-5)
-
-
-def test_more_drafts_than_a_block_predicts_are_refused():
-    config, drafter, params = parts("dspark")
-    state = prefilled(config, drafter, params, N)
-    with pytest.raises(ConfigError, match="5 drafts in a row are more than 4, which a block of 4"):
-        proposer(drafter, params, 5)(state, jnp.asarray(N))
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_speculative_tokens": 9}, {"adaptive": {"buckets": (0, 9)}}]
-)
-def test_a_decoder_that_would_draft_more_than_a_block_is_not_made(options):
-    with pytest.raises(ConfigError, match="9 drafts in a row are more than 4, which a block of 4"):
-        SpeculativeDecoder(TARGET, head_of(HEADS["dspark"]), SpeculativeConfig("dspark", **options))
 
 
 def test_a_head_for_a_mixture_has_layers_of_the_size_that_a_token_reads():

@@ -103,14 +103,6 @@ def test_a_mask_from_the_padding_of_the_embedding_is_read_and_never_drafted():
     np.testing.assert_allclose(padded[:, 0, : V - 2], whole[:, 0, : V - 2], atol=1e-5)
 
 
-def test_a_node_has_no_more_children_than_candidates_that_are_tokens():
-    """Candidates of DFlash 2, some of which only pad this target's vocabulary."""
-    config, tree = HEADS["dflash2"], Tree((0,) * 5)
-    model = transformer.model(LLAMA, config.taps, 4)
-    with pytest.raises(ConfigError, match="5 children of a node; the draft vocabulary has 4"):
-        block_drafter(config, model, tree)
-
-
 @pytest.mark.exhaustive
 def test_a_head_without_its_step_drafts_as_with_a_step_that_adds_nothing(tmp_path):
     """Also when it was written and read, and with the slot of its pending token."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.eagle_heads import (
@@ -14,19 +11,13 @@ from support.eagle_heads import (
     LAYER,
     PROMPTS,
     TARGET,
-    D,
-    V,
-    head_of,
     np_draft,
     prefill,
     propose,
     system_of,
 )
-from support.tiny_models import random_weights
 
-from spec_jax.drafters.eagle.model import eagle_head, head_table, init_head
 from spec_jax.errors import ConfigError
-from spec_jax.models import transformer
 
 # ---------------------------------------------- the target's distribution, by enumeration
 
@@ -77,18 +68,3 @@ CHANGES = [
 def test_a_head_that_cannot_be_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(CONFIGS["eagle-3"], **change)
-
-
-def test_ids_that_pad_the_targets_embedding_are_not_drafted():
-    config = CONFIGS["eagle-3 whole vocabulary"]
-    padded = transformer.model(TARGET, config.taps, num_tokens=27)
-    params = {"head": head_of(config), "target": random_weights(TARGET)}
-    logits = eagle_head(config, padded).unembed(params, jnp.ones((1, D)))
-    assert np.isneginf(logits[0, 27:]).all() and np.isfinite(logits[0, :27]).all()
-
-
-def test_random_heads_have_the_declared_shapes():
-    for config in CONFIGS.values():
-        head = jax.eval_shape(functools.partial(init_head, config), jax.random.key(0))
-        assert {k for k in head if k != "d2t"} == set(head_table(config))
-        assert ("d2t" in head) is (config.layer.vocab_size < V)

@@ -96,15 +96,6 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path, format, change, dtyp
         assert_same(read, config, params)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_head_of_a_targets_own_kind_loads_in_one_call(tmp_path, format):
-    target = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
-    config = EagleConfig.of_target(TARGET, 1 if format == "EAGLE-1" else 3)
-    params = params_of(config)
-    write(tmp_path, config, format, params)
-    assert_same(spec_jax.load_head(tmp_path, target), config, params)
-
-
 def test_how_caches_are_read_is_left_out(tmp_path):
     """It is the caller's choice, and no format states it."""
     config = EagleConfig.of_target(dataclasses.replace(TARGET, attention="xla"), 3)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from support.parallel_heads import HEADS, IDS, SIZES, TARGET, V, head_of, tensors_of
 from support.tiny_models import LLAMA
 
-from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft
+from spec_jax import load_draft
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.eagle.parallel import peagle
@@ -142,21 +142,6 @@ def test_a_dynamic_tree_has_the_likeliest_paths_of_the_marginals():
             for path in itertools.product(IDS, repeat=d)
         }
         assert set(paths[1:]) == set(sorted(score, key=score.get, reverse=True)[:best])
-
-
-def test_it_samples_with_block_verification_and_drafts_the_likeliest():
-    """Rule and draft temperature where nothing says otherwise."""
-    decoder = SpeculativeDecoder(TARGET, head_of(HEADS["p-eagle"]), SpeculativeConfig("peagle", 2))
-    rules = [decoder.system(SamplerConfig(temperature=t)).rule.name for t in (0.0, 1.0)]
-    assert (*rules, decoder.system().drafter.draft_temperature) == ("greedy", "block", 0.0)
-
-
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 6}, {"tree": (1,) * 6}])
-def test_more_drafts_than_it_was_trained_for_are_refused(options):
-    with pytest.raises(ConfigError, match="6 drafts in a row are more than 5, which the head was"):
-        SpeculativeDecoder(
-            TARGET, head_of(HEADS["p-eagle"]), SpeculativeConfig("peagle", **options)
-        )
 
 
 KEYS = ("mask_token_id", "ptd_token_id", "pard_token")

@@ -22,17 +22,15 @@ from support.tiny_models import (
     random_weights,
 )
 
-import spec_jax
 from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_head, mtp_table
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.families import module_layer
 
-L, V, D = LLAMA.num_hidden_layers, 31, 16
+L, D = LLAMA.num_hidden_layers, 16
 YARN = RopeConfig("yarn", 5e5, factor=4.0, original_max_position_embeddings=16, mscale_all_dim=0.5)
 DENSE = dataclasses.replace(DEEPSEEK, n_routed_experts=None, intermediate_size=24, q_lora_rank=None)
 CENTRED = dict(has_zero_centred_norms=True)
@@ -95,21 +93,6 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path, format, layer, chang
     assert dtypes(read.params) == dtypes(params)
     jax.tree.map(np.testing.assert_array_equal, read.params, params)
     assert {f.name for f in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.exhaustive
-def test_modules_of_a_targets_own_kind_load_in_one_call_and_draft(tmp_path):
-    layer = dataclasses.replace(LLAMA, max_position_embeddings=64)
-    target = LoadedModel("tiny", transformer.model(layer), random_weights(LLAMA), config=layer)
-    config = MtpConfig.of_target(layer)
-    params = params_of(config)
-    write_mtp(tmp_path, config, params, target_config=layer)
-    modules = spec_jax.load_mtp(tmp_path, target)
-    assert modules.config == config
-    jax.tree.map(np.testing.assert_array_equal, modules.params, params)
-    plain = spec_jax.SpeculativeDecoder(target).generate([[3, 1, 4]], 12)
-    drafted = spec_jax.SpeculativeDecoder(target, modules).generate([[3, 1, 4]], 12)
-    assert [g.tokens for g in plain] == [g.tokens for g in drafted]
 
 
 def outputs(config, params):

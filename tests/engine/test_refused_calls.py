@@ -20,6 +20,7 @@ from spec_jax.testing import mock_model
 
 MOCK = mock_model(8)
 LETTERS = dataclasses.replace(MOCK, tokenizer=letters(8))
+SHORT = dataclasses.replace(mock_model(7), tokenizer=letters(8))  # never resized for the last
 OTHERS = dataclasses.replace(LETTERS, tokenizer=letters(7))
 TINY = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
 FEW = dataclasses.replace(TINY, model=transformer.model(TARGET, num_tokens=30))
@@ -144,7 +145,11 @@ CONFIGS_REFUSED = [
     ),
     (lambda: decoder(HEAD, target=WIDE), "for a target of width 16 and 31 ids; wide is of width"),
     (lambda: decoder(mock_model(5), target=MOCK), "mock-0 has 8 tokens, draft mock-0 has 5"),
-    (lambda: decoder(OTHERS, target=LETTERS), "different tokens"),
+    (
+        lambda: decoder(OTHERS, target=LETTERS),
+        "have 1 different tokens, such as 'H' of id 7 in the one and none in the other",
+    ),
+    (lambda: decoder(SHORT, target=LETTERS), "mock-0 has 8 tokens, draft mock-0 has 7"),
     (lambda: with_params(more=TINY.params["embed"]), r"params have other names: \['more'\]"),
     (lambda: with_params(embed=TINY.params["embed"][:-1]), r"are float32\[30, 16\]; expected"),
     (

@@ -1,0 +1,114 @@
+"""What drafters refuse before anything is compiled: a call, its error, the words that matter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from support import block_heads, block_kind, eagle_heads, parallel_heads
+from support.block_drafts import HEADS, TARGET, head_of
+from support.tiny_models import LLAMA
+
+from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft
+from spec_jax.drafters import register, registry
+from spec_jax.drafters.block.model import block_drafter
+from spec_jax.drafters.eagle.model import eagle
+from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import transformer
+from spec_jax.tree import DynamicTree, Tree
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    yield register(block_kind.KIND)
+    registry.unregister("block")
+
+
+def suffix(**options):
+    return SpeculativeConfig("suffix", **options)
+
+
+def eagle_of(name, tree):
+    config = eagle_heads.CONFIGS[name]
+    return eagle(config, transformer.model(LLAMA, config.taps, num_tokens=27), tree)
+
+
+def block_of(name, **options):
+    config = SpeculativeConfig(name, **options)
+    return SpeculativeDecoder(TARGET, head_of(HEADS[name]), config)
+
+
+def peagle(**options):
+    head = parallel_heads.head_of(parallel_heads.HEADS["p-eagle"])
+    return SpeculativeDecoder(TARGET, head, SpeculativeConfig("peagle", **options))
+
+
+def own_block():
+    return block_heads.make_head(block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, taps=(1, 3)))
+
+
+def misshapen_block():
+    head = own_block()
+    layers = head.params["layers"]
+    layers = {**layers, "1": {**layers["1"], "q": jnp.zeros((1, 1))}}
+    wrong = dataclasses.replace(head, params={**head.params, "layers": layers})
+    return SpeculativeDecoder(TARGET, wrong, SpeculativeConfig("block", 4))
+
+
+def of_few_candidates():
+    config = HEADS["dflash2"]
+    return block_drafter(config, transformer.model(LLAMA, config.taps, 4), Tree((0,) * 5))
+
+
+def kind(draft="head", drafter=None, has_head=False):
+    head = registry.HeadSpec(config_class=dict, table=dict) if has_head else None
+    drafting = registry.Drafting(draft=draft, drafter=drafter)
+    return registry.register(registry.DrafterKind(name="x", drafting=drafting, head=head))
+
+
+REFUSED = [
+    (lambda: suffix(suffix_max_depth=0), "suffix.max_depth is 0; expected an integer of 1 or more"),
+    (lambda: suffix(suffix_history_tokens=-1), "suffix.history_tokens"),
+    (lambda: suffix(suffix_min_prob=1.5), r"suffix.min_prob is 1.5; expected a number in \[0, 1\]"),
+    (lambda: suffix(suffix_max_factor=-1.0), "suffix.max_factor"),
+    (lambda: suffix(suffix_max_offset=float("nan")), "suffix.max_offset"),
+    (lambda: suffix(tree=(2, 1)), "'suffix' drafts chains"),
+    (lambda: SpeculativeConfig("dflush"), "expected one of standalone, .* mtp, dflash"),
+    (lambda: eagle_of("eagle-3", DynamicTree(25, 1, 25)), "25 children .*; the draft .* has 20"),
+    (lambda: eagle_of("eagle-1", DynamicTree(28, 1, 28)), "28 children .*; the draft .* has 27"),
+    (of_few_candidates, "5 children of a node; the draft vocabulary has 4"),
+    (lambda: block_of("dspark", tree=(1,) * 5), "5 drafts in a row are more than 4"),
+    (
+        lambda: block_of("dspark", num_speculative_tokens=9),
+        "9 drafts in a row are more than 4, which a block of 4",
+    ),
+    (lambda: block_of("dspark", adaptive={"buckets": (0, 9)}), "9 drafts in a row are more than 4"),
+    (
+        lambda: block_of("dflash", confidence_threshold=0.4),
+        "confidence_threshold is 0.4; this 'dflash' head",
+    ),
+    (lambda: peagle(num_speculative_tokens=6), "6 drafts .* more than 5, which the head was"),
+    (lambda: peagle(tree=(1,) * 6), "6 drafts in a row are more than 5, which the head was"),
+    (misshapen_block, r"layers\.1\.q has shape \[1, 1\]; its config asks for"),
+    (
+        lambda: load_draft("zoo/draft", TARGET, method="block"),
+        "method 'block' has no weights to load: the format of",
+    ),
+    (lambda: own_block().save("nowhere", TARGET), "its kind 'block' has no `write`"),
+    (lambda: load_draft(".", TARGET, method="eagle3"), r"kind 'eagle3' \(did you mean eagle\?\)"),
+    (lambda: kind("modle"), "draft is 'modle'; expected one of head, model, none"),
+    (lambda: kind("none"), "'x' has no `drafter`, and no `functions` of a head"),
+    (lambda: kind(has_head=True), "'x' has no `drafter`, and no `functions` of a head"),
+    (lambda: kind(drafter=len), "'x' has no `head`, and drafts with one: draft is 'head'"),
+    (lambda: kind("none", len, has_head=True), "'x' has a `head`, and drafts without one"),
+    (lambda: kind(drafter=len, has_head=True), "'x' has no `passes`, which plans, timers and pred"),
+    (lambda: kind("model", len), "'x' has no `passes`"),
+]
+
+
+@pytest.mark.parametrize(("run", "words"), REFUSED, ids=[row[-1] for row in REFUSED])
+def test_it_is_refused(run, words):
+    error = WeightsError if run is misshapen_block else ConfigError
+    with pytest.raises(error, match=words):
+        run()
