@@ -46,8 +46,8 @@ def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
     def of_the_token_before(target):
         """It depends on that token more than on the states."""
         made, V = params(target), target.model.vocab_size
-        weight = jax.random.normal(jax.random.key(0), made["head"]["confidence"].shape)
-        weight = weight * jnp.where(jnp.arange(len(weight)) < V, 0.1, 1.0)[:, None]
+        weight = jax.random.normal(jax.random.key(1), made["head"]["confidence"].shape)
+        weight = weight * jnp.where(jnp.arange(len(weight)) < V, 0.3, 3.0)[:, None]
         return {**made, "head": {**made["head"], "confidence": weight}}
 
     stopping = lambda target: with_confidence_stop(make(target), 0.4)

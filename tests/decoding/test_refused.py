@@ -17,7 +17,6 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decod
 from spec_jax.contracts import Noise, Proposal, Rule, TargetScores
 from spec_jax.decoding.calls import call_accept, check_state
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.rules import batched, chain
 from spec_jax.sampling import make_sampler
@@ -193,19 +192,3 @@ def test_a_drafter_whose_state_changes_in_a_round_is_refused_by_the_decoder():
     )
     with pytest.raises(ShapeError, match=r"commit of drafter 'counting' made state f32\[1\]"):
         decoder.generate([1], 4)
-
-
-@pytest.mark.parametrize("value", [{"temperature": 1}, 0.7, [HOT, None], "greedy"])
-def test_a_sampler_of_another_type_is_refused_where_it_enters(value):
-    target = testing.mock_model(V)
-    decoder = SpeculativeDecoder(target)
-    queue = functools.partial(DecodeQueue, decoder, [], batch=1, max_prompt_tokens=4)
-    for name, call in {
-        "target_sampler": lambda **option: SpeculativeDecoder(target, **option),
-        "draft_sampler": lambda **option: SpeculativeDecoder(target, **option),
-        "sampler": lambda **option: decoder.generate([1], **option),
-        "sampler ": queue,
-        "draft_sampler ": queue,
-    }.items():
-        with pytest.raises(ConfigError, match=f"^{name.strip()} is .*expected a SamplerConfig"):
-            call(**{name.strip(): value})

@@ -26,7 +26,6 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.stats import Stats
-from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 
@@ -219,18 +218,6 @@ def test_a_warmup_compiles_several_samples_of_a_prompt():
     with counted() as names:
         assert len(decoder.generate([1] * 18, 40, num_samples=3, sampler=hot(seed=3))) == 3
     assert names == []
-
-
-def test_a_warmup_refuses_what_a_call_refuses():
-    decoder = SpeculativeDecoder(testing.mock_model(4))
-    with pytest.raises(ConfigError, match="a prompt's length is 0; expected"):
-        decoder.warmup(0, 8)
-    with pytest.raises(ConfigError, match="batch is 0; expected"):
-        decoder.warmup(4, 8, batch=0)
-    with pytest.raises(ConfigError, match="num_samples is 0; expected"):
-        decoder.warmup(4, 8, num_samples=0)
-    with pytest.raises(ConfigError, match="max_new_tokens is 0; expected"):
-        decoder.warmup(4, 0)
 
 
 @pytest.fixture

@@ -70,19 +70,6 @@ def test_every_prompt_gives_its_greedy_stream():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("batch", [1, 3, 50])
-def test_the_batch_changes_nothing(batch):
-    decoder = speculative(mock_model(V, 0), mock_model(V, 1), "residual")
-    rows = decoder.generate(PROMPTS, NEW, stop_tokens=STOPS)
-    queue = DecodeQueue(decoder, enumerate(PROMPTS), batch=batch, **LIMITS)
-    found = {i: summary(g) for i, g in queue}
-    assert found == {i: summary(row) for i, row in enumerate(rows)}
-    assert queue.usage.plus(*queue.tail).useful == sum(row.stats.rounds for row in rows)
-    B = min(batch, len(PROMPTS))
-    assert queue.usage.row_rounds % B == 0 and queue.tail.row_rounds % B == 0
-
-
-@pytest.mark.exhaustive
 def test_samplers_take_turns_and_may_differ_in_what_they_have():
     decoder = SpeculativeDecoder(mock_model(V, 0))
     turns = [

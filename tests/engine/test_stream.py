@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from support.circle import CIRCLE, FEW, NEW, TEXT, check_counts, check_whole
 
-from spec_jax import Cancelled, SamplerConfig, SpeculativeDecoder, decoding
-from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel
-from spec_jax.testing import toy_model
+from spec_jax import Cancelled, SamplerConfig, decoding
 
 
 @pytest.mark.exhaustive
@@ -149,9 +146,3 @@ def test_two_threads_that_share_a_stream_take_turns(decoder, monkeypatch):
         assert entered.wait(60)
         pieces = [*stream, *other.result(60)]
     assert len(calls) == 1 and sorted("".join(pieces)) == sorted(stream.result.text)
-
-
-def test_text_is_needed_to_stream_it(decoder):
-    bare = SpeculativeDecoder(LoadedModel("bare", toy_model(4), {"logits": np.eye(4)}))
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        bare.stream([1])

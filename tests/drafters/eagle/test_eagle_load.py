@@ -48,20 +48,15 @@ def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
     assert "embed" not in shared.params and "shares the target's" in " ".join(shared.notes)
 
 
+BARE = dataclasses.replace(MODEL, config=None)
 TARGETS = [
     (None, None, "target is None; expected a LoadedModel"),
-    (MODEL, "foo", "dtype is 'foo'"),
+    (BARE, None, "tiny has no config"),
     (MODEL, 3, "dtype is 3"),
 ]
 
 
-@pytest.mark.parametrize(("target", "dtype", "message"), TARGETS, ids=["target", "name", "number"])
+@pytest.mark.parametrize(("target", "dtype", "message"), TARGETS, ids=["none", "bare", "dtype"])
 def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
     with pytest.raises(ConfigError, match=message):
-        spec_jax.load_head(tmp_path, target, dtype)
-
-
-def test_a_target_without_a_config_is_refused(tmp_path):
-    bare = dataclasses.replace(MODEL, config=None)
-    with pytest.raises(ConfigError, match="tiny has no config"):
-        spec_jax.load_head(write_head(tmp_path), bare)
+        spec_jax.load_head(write_head(tmp_path), target, dtype)
