@@ -159,13 +159,15 @@ def test_a_rule_may_compute_with_log_probabilities_and_is_blamed_for_its_own_ver
         verdict = chain.residual(target, proposal, noise)
         return verdict.replace(replacement=jnp.full(V, jnp.nan))
 
-    config = toys.config_of("standalone", "residual", **SHAPES["chain"])
+    config = spec_jax.SpeculativeConfig(
+        rejection_sampling_strategy="residual", **toys.SHAPES["chain"]
+    )
     options = dict(sampler=sampler(temperature=1.0), stop_tokens=STOPS)
     options["draft_sampler"] = SamplerConfig(temperature=1.0)  # knows no automaton
 
     def rows(accept):
         rule = Rule("mine", batched(accept), is_lossless=True, needs_probs=True)
-        decoder = spec_jax.SpeculativeDecoder(toys.target(), toys.draft(), config, rule=rule)
+        decoder = spec_jax.SpeculativeDecoder(toys.TARGET, toys.DRAFT, config, rule=rule)
         return decoder.generate(PROMPTS, NEW, **options)
 
     expected = rows(chain.residual)
@@ -280,7 +282,9 @@ def test_a_token_whose_states_are_nan_reaches_only_what_attends_to_it(config, sh
         params = random_weights(config, seed)
         params = params | {"embed": params["embed"].at[bad].set(jnp.nan)}
         models.append(LoadedModel(f"{seed}", transformer.model(config), params, config=config))
-    speculative = toys.config_of("standalone", "match", **SHAPES[shape])
+    speculative = spec_jax.SpeculativeConfig(
+        rejection_sampling_strategy="match", **toys.SHAPES[shape]
+    )
     decoder = spec_jax.SpeculativeDecoder(*models, speculative)
     hot = SamplerConfig(temperature=1.0, top_k=8, logit_bias=((bad, 0.5),))
     ban = SamplerConfig(temperature=1.0, top_k=8, logit_bias=((bad, -np.inf),))
