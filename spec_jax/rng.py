@@ -76,7 +76,7 @@ def _fold_in_counts(key: jax.Array, counts: jax.Array) -> jax.Array:
     return key
 
 
-def draft_seeds(request: jax.Array, own: jax.Array) -> jax.Array:
+def draft_seeds(request: jax.Array, draft_seed: jax.Array) -> jax.Array:
     """Returns the seed of each row's drafts, whose sampler may have a seed of its own.
 
     No two requests with one draft sampler share it. A sampler with the request's own seed does not
@@ -84,14 +84,14 @@ def draft_seeds(request: jax.Array, own: jax.Array) -> jax.Array:
 
     Args:
       request: u32[B], the target's seed.
-      own: u32[B], the draft sampler's.
+      draft_seed: u32[B], the draft sampler's.
 
     Returns:
       u32[B].
     """
-    # Odd, so that this is one to one in the request for every ``own``. Also for samplers that
-    # differ no two seeds below 30,000 meet, as they may with other odd numbers.
-    return own + (request - own) * jnp.uint32(0x27D4EB2F)
+    # Odd, so that this is one to one in the request for every ``draft_seed``. Also for samplers
+    # that differ no two seeds below 30,000 meet, as they may with other odd numbers.
+    return draft_seed + (request - draft_seed) * jnp.uint32(0x27D4EB2F)
 
 
 def gumbel(row_keys: jax.Array, size: int) -> jax.Array:

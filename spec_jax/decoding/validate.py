@@ -1,7 +1,7 @@
 """Checks inside the round: of a drafter's proposal, of a rule's verdict, of the target's scores.
 
-They apply to all drafters and rules, the package's too. A row that fails a check ends before this
-round's tokens, with a reason that names what was at fault. The other rows go on.
+They apply to all drafters and rules, the package's too. A row with an invalid draft or verdict ends
+before this round's tokens, with a reason that names what was at fault. The other rows go on.
 
 A node without a distribution, whose logits are not finite or of which every token is forbidden, is
 a fault only of the target, and only where a token would be emitted from it: the row ends there,

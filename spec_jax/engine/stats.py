@@ -19,7 +19,7 @@ Conventions.
   undrafted_rounds  rounds without drafts in which K of them would have passed the drafter's maximum
              length, see ``load_draft(max_length=...)``.
   nan_drafts rounds in which logits of the draft were not finite. Drafts of such logits are not
-             offered, and the target decodes without them.
+             offered, and the target decodes without them. Rounds after a stop string count too.
   tau        mean acceptance length: tokens emitted per round. The target's token is included,
              so a round with n accepted drafts emits n + 1.
   compile_s  time in which programs were compiled or read from the compilation cache, once for
@@ -170,7 +170,7 @@ class Stats(Shown):
         if self.undrafted_rounds:
             facts["past the draft's maximum length"] = f"{self.undrafted_rounds:,} rounds"
         if self.nan_drafts:
-            facts["rounds of drafts that were not finite"] = f"{self.nan_drafts:,}"
+            facts["rounds with non-finite drafts"] = f"{self.nan_drafts:,}"
         if self.decode_s:
             facts["tokens/s"] = f"{self.tokens_per_s:.1f}"
         if self.compile_s:

@@ -48,7 +48,7 @@ def attend(
     Args:
       q_BTNH: dtype[B,T,N,H], queries.
       k: dtype[B,G,S,H] or dtype[B*G,S,H], keys.
-      v: values, shaped as ``k`` but of any width. Masked slots must be finite too.
+      v: values, shaped as ``k`` but of any width. Masked ones must be finite too; keys may be NaN.
       mask_BTS: bool[B|1,T,S], True where a query sees a slot.
       scale: multiplies the scores; by default 1/sqrt(H).
 
@@ -205,7 +205,7 @@ def attend_filled(
     Args:
       q_BTNH: dtype[B,T,N,H], queries.
       keys: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
-      values: likewise, of any width. Masked slots must be finite too.
+      values: likewise, of any width. Masked ones must be finite too; keys may be NaN.
       layer: of a stack; without one it is ignored.
       window: the ``layers.Window``, whose tokens the cache holds already.
       scale: multiplies the scores; by default 1/sqrt(H).
