@@ -71,6 +71,7 @@ def lower(
     key = jax.random.key(0)
     weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
     params = {"target": weights(target), "draft": weights(draft) if has_draft else None}
+    model = transformer.model(target)
     if kind == "ngram":
         drafter = ngram()
     elif kind == "head":
@@ -79,7 +80,7 @@ def lower(
         drafter = eagle(head, model, tree)
         head_params = jax.eval_shape(functools.partial(init_head, head), key)
         params["draft"] = {"head": head_params, "target": params["target"]}
-    system = decoding.System(transformer.model(target), drafter, rule, num_draft)
+    system = decoding.System(model, drafter, rule, num_draft)
     sampler = make_sampler(SamplerConfig(), batch, VOCAB)
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     state = jax.eval_shape(
