@@ -362,9 +362,11 @@ class _Run:
         self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
     def _make_loop(self, system: System, params: dict[str, Any], num_tokens: int) -> Loop:
-        """Returns a loop whose states have room for the longest text."""
+        """Returns a loop whose states hold its texts and no more: a drafter that keeps rejected
+        drafts runs out of slots, which shows although a toy draft reads two tokens alone.
+        """
         prompt = max(len(row.prompt) for row in self.rows)
-        slots = prompt + _TEXT + 2 + max(MAX_DRAFT + 1, system.lookahead_slots)
+        slots = prompt + num_tokens + 1 + max(MAX_DRAFT + 1, system.lookahead_slots)
         return Loop(system, params, self.rows, num_tokens, slots)
 
     def _text(self, num_draft: int, *, is_last: bool = False) -> None:
