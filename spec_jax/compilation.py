@@ -255,13 +255,6 @@ class BoundedJit:
             jitted = [x for key, x in _kept.programs.items() if key[0] is self]
         return sum(x._cache_size() for x in jitted)
 
-    def drop_programs(self) -> None:
-        """Drops all compiled programs of this function."""
-        with _lock:
-            keys = [key for key in _kept.programs if key[0] is self]
-            dropped = [_kept.programs.pop(key) for key in keys]
-        del dropped  # outside of the lock
-
     def _jitted(self, kwargs: dict[str, Any]) -> Any:
         def make() -> Any:
             # jax shares programs between jits of one function: a partial is another one.

@@ -362,8 +362,10 @@ class _Run:
         self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
     def _make_loop(self, system: System, params: dict[str, Any], num_tokens: int) -> Loop:
-        """Returns a loop whose states hold its texts and no more: a drafter that keeps rejected
-        drafts runs out of slots, which shows although a toy draft reads two tokens alone.
+        """Returns a loop whose states hold its texts and no more.
+
+        So a drafter that keeps rejected drafts runs out of slots; the toy draft, which reads two
+        tokens alone, would not show it otherwise.
         """
         prompt = max(len(row.prompt) for row in self.rows)
         slots = prompt + num_tokens + 1 + max(MAX_DRAFT + 1, system.lookahead_slots)
