@@ -20,6 +20,7 @@ from experiments.comparison import session
 from experiments.comparison.setup import Setup
 from experiments.run import cli, report
 from experiments.run.memory import device_peaks, peak_bytes
+from spec_jax import processes
 from spec_jax.data.questions import Question
 from spec_jax.evaluation import profile, teacher_forced
 from spec_jax.evaluation.bench import Bench
@@ -90,9 +91,11 @@ def run(
     report.finish(folder, rep, reports.markdown(title, rep, results, profiles, [*drawings]))
     for file, draw in drawings.items():
         draw(folder / file)
-    from experiments.comparison.page import answers, page  # need jinja2, slow to import
+    if processes.is_writer():  # the page reads the plots, which one process is writing
+        from experiments.comparison.page import answers, page  # need jinja2, slow to import
 
-    page.write_page(folder / "report.html", rep, results, answers.read(folder / session.ANSWERS))
+        shown = answers.read(folder / session.ANSWERS)
+        page.write_page(folder / "report.html", rep, results, shown)
     reports.print_results(rep, results, profiles, folder, is_short=is_short)
     return rep
 

@@ -126,6 +126,18 @@ def test_two_processes_evaluate_as_one_device_does(values, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_process_that_does_not_write_reads_no_plot(values, tmp_path, monkeypatch):
+    """Another process may be writing it at that moment."""
+    monkeypatch.setattr(processes, "is_writer", lambda: False)
+    (tmp_path / "acceptance.svg").write_text("")
+    config = evaluate_zoo.get_config()
+    config.update(target=values["target"], drafts=values["draft"], data=values["prompts"])
+    config.update(num_prompts=1, max_new_tokens=4, ks=(2,), repeats=1)
+    evaluate(config, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["acceptance.svg"]
+
+
+@pytest.mark.exhaustive
 def test_different_configurations_and_inputs_are_refused_by_every_process(tmp_path):
     folders = [tmp_path / name for name in ("a", "b")]
     for size, folder in enumerate(folders, 4):

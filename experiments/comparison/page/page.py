@@ -47,8 +47,7 @@ def write_page(
     """Writes the page of a run; a section appears if its data exists.
 
     Args:
-      path: The file, report.html. The plots are SVG files beside it, see ``comparison.plots``. Of
-        several processes one writes.
+      path: The file, report.html. The plots are SVG files beside it, see ``comparison.plots``.
       report: What report.json holds.
       results: What was measured of each cell.
       answers: Lines of answers.jsonl, see ``answers``; some of them are shown token by token.
