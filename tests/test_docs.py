@@ -15,6 +15,7 @@ PAGES = (
     *CERTIFIED,
     "docs/audit.md",
     "docs/bring_a_model.md",
+    "docs/decode.md",
     "docs/evaluate.md",
     "docs/observe.md",
     "docs/write_a_family.md",

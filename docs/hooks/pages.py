@@ -17,7 +17,7 @@ from docs.hooks import links, markup, options, search  # noqa: E402
 
 _NAMES = markup.known_names(ROOT / "spec_jax")
 _FIRST_SCREEN = "<!-- the first screen of README.md -->"
-_LAST = "Where to read on"  # the README's section that the site's navigation replaces
+_LAST = "Read on"  # the README's section that the site's navigation replaces
 _LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json", ".toml": "toml", ".txt": "text"}
 _origins: dict[str, str] = {}  # the file of the repository that a generated page comes from
 
