@@ -232,7 +232,7 @@ def text(result: dict, is_markdown: bool = False) -> str:
             "at the chip's published peaks: no measurement, and no program reaches them. GB is the "
             "larger of decoding and of prefill beside it, where that was compiled. The columns at "
             "0.3 and 1 ms are speed-ups if every pass takes so much more than its floor (launches, "
-            "the host, latency of links); experiments.published shows what fits published figures. "
+            "the host, latency of links); docs/scale.md says what fits published figures. "
             "A queue's figures are floors too: prefill and rounds take turns, and a draft's own "
             "prefill is left out.",
         ]

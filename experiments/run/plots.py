@@ -143,37 +143,6 @@ def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:
         axis.legend(ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def plot_published(path: pathlib.Path, pairs: Sequence[tuple[str, str, float, float]]) -> None:
-    """Draws predicted over published speed-up, a panel for each group.
-
-    Args:
-      path: The PNG file.
-      pairs: The drafter's name, the group, the published and the predicted speed-up of each pair.
-    """
-    groups = list(dict.fromkeys(group for _, group, *_ in pairs))
-    marker = dict(zip(sorted({method for method, *_ in pairs}), MARKERS))
-    limits = [0.8, 1.05 * max(max(pair[2:]) for pair in pairs)]
-    with panels(path, len(groups), (4.0 * len(groups), 4.2), sharex=True, sharey=True) as axes:
-        for axis, group in zip(axes, groups):
-            axis.plot(limits, limits, color="0.45", linewidth=1, linestyle=":")
-            found: dict[str, list[tuple[float, float]]] = {}
-            for method, of, *point in pairs:
-                if of == group:
-                    found.setdefault(method, []).append(tuple(point))
-            for method, points in sorted(found.items()):
-                axis.plot(
-                    *zip(*points),
-                    marker.get(method, "o"),
-                    label=method,
-                    color=COLORS.get(method, "0.4"),
-                    markersize=5,
-                    markeredgecolor="0.3",
-                    markeredgewidth=0.4,
-                )
-            axis.set(title=group, xlabel="published speed-up", xlim=limits, ylim=limits)
-        axes[0].set_ylabel("predicted from tau, shapes and peaks")
-
-
 def spaced(values: Iterable[float], room: float) -> list[float]:
     """Returns those of ``values`` whose labels fit below a logarithmic axis, in order.
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.runs import check_run_files
-
-from experiments import published
-from experiments import published as main
-from experiments.published import BORROWED, GROUPS, NO_TAU, STATED, UNSTATED, compare
+from support import published
+from support.published import GROUPS, STATED, UNSTATED, compare
 
 ROWS, FILE = published.load()
 
@@ -48,7 +45,7 @@ def test_means_of_table_1_are_those_that_the_paper_prints():
 def test_prediction_scales_with_tau_and_with_nothing_that_was_measured():
     row = next(r for r in ROWS if r.group == STATED and r.method == "eagle-1")
     found = compare(row)
-    assert compare(row._replace(speedup=9.0, plain_tok_s=1.0)).predicted == found.predicted
+    assert compare(row._replace(speedup=9.0)).predicted == found.predicted
     assert compare(row._replace(tau=2 * row.tau)).predicted == pytest.approx(2 * found.predicted)
     # The tau that would explain what was published explains it.
     implied = compare(row._replace(tau=found.implied_tau))
@@ -66,11 +63,7 @@ def test_prediction_without_named_hardware_does_not_depend_on_it():
     assert max(c.high / c.low for c in found) < 1.001
 
 
-def test_command_reports_every_pair(tmp_path, capsys):
-    record = main.run(tmp_path)
-    assert check_run_files(tmp_path, "published")["summary"].keys() == {STATED, BORROWED, UNSTATED}
-    assert (tmp_path / "published.png").stat().st_size > 10_000
-    assert len(record["pairs"]) == len(ROWS)
-    printed = capsys.readouterr().out
-    assert printed.count("sglang-jax#1632") == 16  # without tau, and with tokens a second
-    assert NO_TAU in printed
+def test_every_pair_is_listed():
+    *groups, errors = published.sections(ROWS)
+    assert sum(len(group.rows) for group in groups) == len(ROWS)
+    assert [row[1] for row in errors.rows] == [str(len(group.rows)) for group in groups[:3]]
