@@ -1,13 +1,12 @@
 """Public tools to test rules, drafters and decoders: mocks, oracles and the certificate.
 
-``certify`` makes one certificate of a rule and a drafter from all that follows.
-
-The certificate answers one question: do the emitted tokens have exactly the target's distribution?
-``certify_rule`` enumerates: it forces every draft, every coin and every last token through
-the functions that the decoder itself calls, multiplies the probabilities, and compares the
-joint distribution with brute-force plain decoding. ``certify_decoder`` samples: it runs the jitted
-decoder many times and applies a chi-square test. Both compare with ``plain_distribution``, which
-shares no code with the decoder.
+``certify`` makes one certificate of a rule and a drafter. It answers one question: do the emitted
+tokens have exactly the target's distribution? Its two main stages can be run alone.
+``certify_rule`` enumerates: it forces every draft, every coin and every last token of a round
+through the functions that the decoder itself calls, multiplies the probabilities, and compares
+them with plain decoding's. ``certify_decoder`` samples: it runs the jitted decoder many times and
+applies a chi-square test. Both compare with ``reference_distribution``, which shares no code with
+the decoder.
 
 ``audit`` answers another one: where greedy decoding with drafts diverges from plain decoding, is it
 rounding or a bug? ``invariant_pair`` gives both the same rounding, so that their bits are equal.
@@ -20,13 +19,10 @@ from spec_jax.testing.auditing.audit import audit, audit_outputs
 from spec_jax.testing.auditing.invariant import InvariantPair, invariant_pair
 from spec_jax.testing.auditing.verdict import Audit, RowAudit
 from spec_jax.testing.certificate.certify import certify
-from spec_jax.testing.certificate.checks import (
-    STANDARD_SETTINGS,
-    certify_decoder,
-    certify_rule,
-    standard_rows,
-)
+from spec_jax.testing.certificate.loop import certify_decoder
 from spec_jax.testing.certificate.records import Certificate, CertificateError, Check, Range
+from spec_jax.testing.certificate.rounds import certify_rule
+from spec_jax.testing.certificate.subjects import STANDARD_SETTINGS, standard_rows
 from spec_jax.testing.conformance import Conformance, ConformanceError, check_conformance
 from spec_jax.testing.mocks import (
     ToyCache,

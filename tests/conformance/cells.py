@@ -41,6 +41,8 @@ FAMILIES = {
     "qwen3.5": tiny_models.QWEN35,
     "deepseek": tiny_models.DEEPSEEK_TARGET,
     "glm4": tiny_models.GLM4_MOE,
+    "qwen3 of experts": tiny_models.QWEN3_MOE,
+    "qwen3 next": tiny_models.QWEN3_NEXT_TARGET,
     "qwen3.5 in a loop": dataclasses.replace(
         tiny_models.QWEN35_MOE, num_hidden_layers=4, layer_types=LOOP, scan_layers=True
     ),

@@ -176,7 +176,7 @@ def test_a_processor_that_forgets_the_drafts_is_found():
     )
     forgetful = Processor("stale", start, stale, after)
     config = SamplerConfig(temperature=1.0, processors=(forgetful,))
-    with pytest.raises(CertificateError, match="a joint probability"):
+    with pytest.raises(CertificateError, match="has probability"):
         testing.certify_rule(to_rule("residual"), rows=[testing.Row((0, 1, 0), config, config)])
 
 

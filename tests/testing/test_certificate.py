@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import optimised
-from support.decoders import rule
+from support.decoders import changed_draft, rule
 
-from spec_jax import rng, testing
+from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.drafters.ngram import ngram
-from spec_jax.drafters.standalone.model import standalone
 from spec_jax.rules import batched, chain
-from spec_jax.sampling import make_sampler, process, sample
+from spec_jax.sampling import sample
 from spec_jax.testing import CertificateError, Row, certify_decoder, certify_rule
 
 ALPHA = 1e-6
 NUM_CHI_SQUARE = 8
+
+optimised = jax.jit(  # for tests that run for longer than they compile
+    decoding.generate.__wrapped__,
+    static_argnames=("system",),
+    donate_argnames=("state",),
+    compiler_options={"xla_backend_optimization_level": 1},
+)
 
 
 # ------------------------------------------------------------------------ enumeration
@@ -71,51 +76,15 @@ def test_lossy_rules_fail_the_enumeration(strategy):
 # ------------------------------------------------------------------------- mutations
 
 
-def _with_proposal(drafter, change):
-    def propose(params, state, context, num_draft):
-        proposal, state = drafter.propose(params, state, context, num_draft)
-        return change(proposal), state
-
-    return drafter._replace(propose=propose)
-
-
 def test_mutation_wrong_q_is_caught_by_enumeration():
     """The draft is drawn at its temperature and accepted with q of another."""
 
-    def temper(proposal):
-        q = jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1)
-        return proposal.replace(probs=q)
+    def temper(proposal, context):
+        return proposal.replace(probs=jax.nn.softmax(jnp.log(proposal.probs) / 1.3, axis=-1))
 
-    with pytest.raises(CertificateError, match="another distribution|differs"):
-        drafter = _with_proposal(standalone(testing.toy_model(3)), temper)
+    drafter = changed_draft(temper)(testing.mock_model(3))
+    with pytest.raises(CertificateError, match="reports probability .* and should report"):
         certify_rule(rule("residual"), drafter=drafter)
-
-
-@pytest.mark.exhaustive
-def test_mutation_argmax_draft_with_softmax_q_is_caught_by_enumeration():
-    drafter = standalone(testing.toy_model(3))
-
-    def take_best(proposal):
-        return proposal.replace(tokens=jnp.argmax(proposal.probs, -1).astype(jnp.int32))
-
-    with pytest.raises(CertificateError):
-        certify_rule(rule("residual"), drafter=_with_proposal(drafter, take_best))
-
-
-@pytest.mark.exhaustive
-def test_mutation_draft_drawn_sharper_than_reported_is_caught():
-    """The logits are sharpened before the draw and the report is of the others."""
-    model = testing.toy_model(3)
-    honest = standalone(model)
-    sharp = standalone(model._replace(unembed=lambda params, hidden: 3 * hidden))
-
-    def propose(params, state, context, num_draft):
-        drawn, _ = sharp.propose(params, state, context, num_draft)
-        reported, state = honest.propose(params, state, context, num_draft)
-        return reported.replace(tokens=drawn.tokens), state
-
-    with pytest.raises(CertificateError, match="another distribution|should be able to draw"):
-        certify_rule(rule("residual"), drafter=honest._replace(propose=propose))
 
 
 def test_mutation_coins_that_hide_their_probability_are_caught():
@@ -139,21 +108,6 @@ def test_mutation_last_token_drawn_from_another_distribution_is_caught():
         certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
-@pytest.mark.exhaustive
-def test_mutation_penalties_without_the_drafted_history_are_caught_by_enumeration():
-    def verify(target, proposal, noise):
-        first = jnp.broadcast_to(target.processed[:1], target.processed.shape)
-        late = target.logits - target.logits[:1] + first  # node 0's penalties at every node
-        return chain.residual(target.replace(processed=late), proposal, noise)
-
-    mutant = rule("residual")._replace(accept=batched(verify))
-    setting = testing.STANDARD_SETTINGS["penalties"]
-    rows = [Row((0, 1), setting, setting)]
-    certify_rule(rule("residual"), rows=rows)
-    with pytest.raises(CertificateError):
-        certify_rule(mutant, rows=rows)
-
-
 def test_mutation_bonus_drawn_from_a_residual_is_caught_by_enumeration():
     """A row that ran out of drafts is treated as if its next one had been rejected."""
 
@@ -175,7 +129,7 @@ def test_mutation_drafts_that_were_not_offered_are_accepted_is_caught():
         spare = proposal.replace(n_draft=jnp.int32(proposal.tokens.shape[0]))
         return chain.residual(target, spare, noise)
 
-    with pytest.raises(CertificateError, match="ragged"):
+    with pytest.raises(CertificateError, match="should have"):
         certify_rule(rule("residual")._replace(accept=batched(verify)))
 
 
@@ -207,7 +161,7 @@ TRIALS = [("residual", 5_000), ("residual", 200_000), ("block", 200_000), ("matc
 @pytest.mark.representatives("residual-5000")
 @pytest.mark.parametrize("strategy, trials", TRIALS)
 def test_decoding_matches_target_joint_distribution(strategy, trials):
-    options = dict(trials=trials, batch=min(trials, 20_000), loop=optimised)
+    options = dict(trials=trials, batch=min(trials, 20_000), run=optimised)
     certify_decoder(rule(strategy), alpha=ALPHA / NUM_CHI_SQUARE, **options)
 
 
@@ -232,24 +186,10 @@ def test_decoding_matches_target_distribution_at_vocabulary_4096(strategy, setti
     settings = dict(
         row=Row((0, 0), setting, SamplerConfig(temperature=1.0)),
         alpha=ALPHA / NUM_CHI_SQUARE,
-        loop=optimised,
+        run=optimised,
     )
     options = dict(trials=5_000, batch=1_000, params=params, **settings)
     certify_decoder(rule(strategy), vocab_size=V, num_draft=1, num_tokens=1, **options)
-
-
-@pytest.mark.exhaustive
-def test_mutation_shared_noise_is_caught_by_chi_square():
-    """The draft's Gumbel noise is the one that the residual draw uses again."""
-    honest = standalone(testing.toy_model(4))
-
-    def propose(params, state, context, num_draft):
-        keys = rng.keys(context.request, rng.Purpose.REPLACE, context.length)
-        shared = jnp.repeat(rng.gumbel(keys, 4)[:, None], num_draft, axis=1)
-        return honest.propose(params, state, context._replace(gumbel=shared), num_draft)
-
-    with pytest.raises(CertificateError, match="chi-square"):
-        certify_decoder(rule("residual"), honest._replace(propose=propose), trials=40_000)
 
 
 @pytest.mark.exhaustive
@@ -281,12 +221,3 @@ def test_chi_square_pools_rare_outcomes_and_refuses_impossible_ones():
     assert testing.chi_square(fair, dist) > 1e-3
     assert testing.chi_square(np.array([6500, 3490, 6, 4, 0]), dist) < 1e-6
     assert testing.chi_square(np.array([6000, 3994, 4, 1, 1]), dist) == 0.0
-
-
-def test_forced_noise_draws_the_forced_token():
-    """What the enumeration rests on: pushed Gumbel noise picks any token of the support."""
-    logits = jnp.asarray([[[0.3, -2.0, 1.0, 0.5]]])
-    sampler = make_sampler(SamplerConfig(temperature=1.0, top_k=3), 1, 4)
-    dist = process(logits, sampler)[0, 0]
-    drawn = [int(sample(dist, 1e4 * jnp.eye(4)[v])) for v in range(4)]
-    assert drawn[0] == 0 and drawn[2:] == [2, 3] and drawn[1] != 1

@@ -96,7 +96,7 @@ def test_a_rule_that_reads_its_noise_in_another_order_must_draw_from_its_replace
 @pytest.mark.exhaustive
 def test_the_certificate_says_that_rare_last_tokens_were_only_drawn():
     given = reads_noise_backwards(1.0)
-    run = certification._Run(given, None, None, None, 1, 1e-6, 1e-6, 0, False, ())
+    run = certification._Run(given)
     run.rows = run.rows[:3]
     run._enumerate(run.main, 1)
     assert run.checks[-1].p_value > 1e-3 and "p-value" in str(run.checks[-1])
@@ -132,7 +132,7 @@ def test_a_rule_that_drops_a_block_where_a_later_confidence_is_low_is_refused():
     check_small_round(drop(1))
     with pytest.raises(CertificateError, match=WHERE):
         check_small_round(drop(1), forced)
-    run = certification._Run(drop(1), None, None, None, 1, 1e-6, 1e-6, 0, False, ())
+    run = certification._Run(drop(1))
     run.rows = run.rows[:3]
     with pytest.raises(CertificateError, match=WHERE + ".*K=3"):
         run._enumerate(run.main, 3)
@@ -178,9 +178,7 @@ def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
 @pytest.mark.exhaustive
 def test_the_loop_tests_the_drafts_of_a_vocabulary_that_is_too_large_to_enumerate():
     """Of 30 tokens no table holds a joint distribution, and rounds of 2 drafts are not proved."""
-    run = certification._Run(
-        accepts_draft(2), standalone(testing.toy_model(30)), None, None, 1, 1e-6, 1e-6, 0, False, ()
-    )
+    run = certification._Run(accepts_draft(2), standalone(testing.toy_model(30)))
     run.rows = run.rows[:2]
     with pytest.raises(CertificateError, match=r"mean probability 0\.08\d+, .* 0\.09\d+ \("):
         run._loop(run.main)
@@ -296,7 +294,7 @@ def eager(target):
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_a_drafter_that_remembers_more_than_the_text_is_certified_if_that_is_said(has_memory):
     rule = spec_jax.named.to_rule("residual")
-    run = certification._Run(rule, eager, None, None, 1, 1e-6, 1e-6, 0, has_memory, ())
+    run = certification._Run(rule, eager, has_memory=has_memory)
     run.rows = run.rows[:2]
     if not has_memory:
         with pytest.raises(CertificateError, match="pass has_memory=True"):
@@ -339,7 +337,7 @@ def test_drafts_that_requests_of_one_draft_sampler_share_are_caught():
         return honest._replace(name="mutant", propose=propose)
 
     rule = spec_jax.named.to_rule("residual")
-    run = certification._Run(rule, make, None, None, 1, 1e-6, 1e-6, 0, False, ())
+    run = certification._Run(rule, make)
     run.rows = run.rows[:2]
     with pytest.raises(CertificateError, match="chi-square.*measured in"):
         run._loop(run.main)

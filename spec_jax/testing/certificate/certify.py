@@ -17,13 +17,7 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.certificate.enumeration import one_by_one
-from spec_jax.testing.certificate.forcing import (
-    DraftDistribution,
-    Forced,
-    draws_as_reported,
-    parents_of,
-)
+from spec_jax.testing.certificate.forcing import DraftDistribution, Forced, parents_of
 from spec_jax.testing.certificate.loop import Loop
 from spec_jax.testing.certificate.memory import certify_memory
 from spec_jax.testing.certificate.records import (
@@ -33,16 +27,17 @@ from spec_jax.testing.certificate.records import (
     ProposalError,
     Range,
     settings_of,
-    where,
 )
 from spec_jax.testing.certificate.reported import (
     check_draws,
+    check_report,
     first_drafts,
     force_all,
     reported,
     with_confidence,
 )
 from spec_jax.testing.certificate.rounds import check_round
+from spec_jax.testing.certificate.states import check_alone, check_stateless, check_states
 from spec_jax.testing.certificate.subjects import (
     NUM_TOKENS,
     Subject,
@@ -52,6 +47,7 @@ from spec_jax.testing.certificate.subjects import (
     prefixes,
 )
 from spec_jax.testing.certificate.texts import check_texts, near_target
+from spec_jax.testing.certificate.verdicts import one_by_one
 from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
@@ -125,20 +121,17 @@ def certify(
         the checks that passed before.
       ConfigError: there is no such rule or drafter, or it cannot be certified with small models.
     """
-    given = to_rule("residual" if rule is None else rule)
-    # A new function: see ``make_subject``.
-    own_rule = given._replace(accept=lambda *args: given.accept(*args))
     run = _Run(
-        own_rule,
+        to_rule("residual" if rule is None else rule),
         drafter,
         params,
-        draft_distribution,
-        trials,
-        alpha,
-        tolerance,
-        seed,
-        has_memory,
-        processors,
+        stated=draft_distribution,
+        trials=trials,
+        alpha=alpha,
+        tolerance=tolerance,
+        seed=seed,
+        has_memory=has_memory,
+        processors=processors,
     )
     with Progress(len(run.steps), "certify", every_s=5.0) as progress:
         for what, step in run.steps:
@@ -156,9 +149,22 @@ class _Run:
     """The checks of one certificate, cheap ones first."""
 
     def __init__(
-        self, rule, drafter, params, stated, trials, alpha, tolerance, seed, has_memory, processors
+        self,
+        rule: Rule,
+        drafter: Any = None,
+        params: Any = None,
+        *,
+        stated: DraftDistribution | None = None,
+        trials: int = 1,
+        alpha: float = 1e-6,
+        tolerance: float = 1e-6,
+        seed: int = 0,
+        has_memory: bool = False,
+        processors: Sequence[Processor] = (),
     ):
-        self.rule, self.stated, self.trials = rule, stated, trials
+        # A new function: see ``make_subject``.
+        self.rule = rule._replace(accept=lambda *args: rule.accept(*args))
+        self.stated, self.trials = stated, trials
         self.alpha, self.tolerance, self.has_memory = alpha, tolerance, has_memory
         self.processors = tuple(processors)
         self.rows = certified_rows(is_greedy=rule.is_greedy, processors=self.processors)
@@ -249,7 +255,12 @@ class _Run:
         forced = force_all(system, subject.params, self.rows, starts[0], 3, _BATCH, self.stated)
         if forced is None:
             return False
-        self._check_report(subject, system, forced)
+        try:
+            check_report(system, subject.params, self.rows, forced, _BATCH)
+        except CertificateError:
+            if subject is self.main:
+                self._draws()  # says by how much, if it can tell
+            raise
         self.num_drafts.add(K)
         is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
         check = functools.partial(
@@ -280,19 +291,6 @@ class _Run:
         p_value = min(1.0, min(p_values) * len(p_values)) if p_values else None
         self._add(what, "enumeration", error=error, p_value=p_value, trials=count)
         return True
-
-    def _check_report(self, subject: Subject, system: System, forced: Forced) -> None:
-        """Raises CertificateError if a drafter draws from another distribution than it reports."""
-        wrong = np.flatnonzero(~draws_as_reported(system, subject.params, forced, _BATCH))
-        if not len(wrong):
-            return
-        if subject is self.main:
-            self._draws()  # says by how much, if it can tell
-        row, output = forced.items[wrong[0]]
-        raise CertificateError(
-            f"drafter {subject.drafter.name!r} draws from another distribution than "
-            f"Proposal.probs, {where(self.rows[row], output, system.num_draft)}"
-        )
 
     def _pad(self) -> None:
         """A target whose last ids only pad its vocabulary."""
@@ -413,18 +411,19 @@ class _Run:
         is_own = subject is self.main or subject is self.padded
         is_compared = not (self.has_memory and is_own)
         state = loop.generate(loop.prefill(of, np.arange(len(of))), _ROUNDS)
-        error = loop.check_states(state, of) if is_compared else 0.0
+        if not is_compared:
+            return loop.output(loop.generate(state), of)
+        error, asked = check_states(loop, state, of)
         state = loop.generate(state)
-        if is_compared:
-            error = max(error, loop.check_states(state, of))
-            what = f"states of {name} after commit and after a fresh prefill of the same tokens"
-            self._add(what, "equality", error=error, trials=2 * len(of))
-        if is_compared and not self.is_coupled:
+        error = max(error, check_states(loop, state, of)[0])
+        what = f"states of {name} after commit and after a fresh prefill of the same tokens"
+        self._add(what, "equality", error=error, trials=2 * len(of))
+        if not self.is_coupled:
+            check_stateless(loop, asked)
             what = f"drafts of {name} after the same texts, before and after others were decoded"
-            self._add(what, "equality", trials=loop.check_stateless())
-        if is_compared:
-            what = f"drafts of {name} in batches of one and in a larger batch"
-            self._add(what, "equality", trials=loop.check_alone())
+            self._add(what, "equality", trials=len(of))
+        what = f"drafts of {name} in batches of one and in a larger batch"
+        self._add(what, "equality", trials=check_alone(loop, asked))
         return loop.output(state, of)
 
     def _check_places(

@@ -1,4 +1,4 @@
-"""The compiled loop, run with many seeds: its tokens, its states and the places of its rows."""
+"""The compiled loop, run with many seeds, and tests of its tokens."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
-from spec_jax.contracts import Proposal
+from spec_jax.config import SamplerConfig
+from spec_jax.contracts import Drafter, Model, Rule
 from spec_jax.drafters.model_free import NO_DRAFT
+from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.generation import find_forbidding, find_raised
 from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.forcing import (
-    AS_WRITTEN,
-    DRAFT_SEED,
-    matches_report,
-    parents_of,
-    propose_afresh,
-)
-from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, short, where
+from spec_jax.testing.certificate.forcing import AS_WRITTEN, DRAFT_SEED
+from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, where
 from spec_jax.testing.certificate.rounds import Difference
+from spec_jax.testing.certificate.subjects import system_of
+from spec_jax.testing.mocks import toy_model, toy_params
 from spec_jax.testing.oracles import (
+    LogitsOf,
     Row,
     goodness_of_fit,
     plain_distribution,
     reference_distribution,
     tail_of_sums,
+    toy_logits,
 )
 
-_ALONE = 50  # places whose drafts are drawn in batches of one
-_TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
+_UNLIKELY = 1e-12  # a first token that is left out of a sum over all
 
 
 class Loop:
@@ -47,6 +46,7 @@ class Loop:
       rows: prompts and samplers.
       num_tokens: how many tokens follow the first one.
       slots: of all states; loops with as many share the programs that read the prompts.
+      run: ``decoding.generate`` as it is compiled.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Loop:
         rows: Sequence[Row],
         num_tokens: int,
         slots: int,
+        run: Callable[..., Any] | None = None,
     ):
         self.system, self.params, self.rows, self.num_tokens = system, params, rows, num_tokens
-        self.slots = slots
-        self._asked: tuple[Any, Any, Any] | None = None  # contexts, noise, proposal
+        self.slots, self.run = slots, run or _generate
         self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
         self._prompts = np.zeros((len(rows), self._lengths.max()), np.int32)
         for row, prompt in zip(self._prompts, (row.prompt for row in rows)):
@@ -103,7 +103,7 @@ class Loop:
         """Runs rounds, at most ``max_rounds`` of them. Donates the state."""
         system = system or self.system
         running = jnp.zeros((len(state.finish),), jnp.int32)
-        return _generate(self.params, state, running, jnp.int32(max_rounds), system=system)[0]
+        return self.run(self.params, state, running, jnp.int32(max_rounds), system=system)[0]
 
     def output(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
         """Returns i64[B,1+num_tokens], what the rows have emitted.
@@ -152,99 +152,6 @@ class Loop:
         state = self.generate(self.prefill(of, seeds, plain), system=plain)
         return self.output(state, of)
 
-    def check_states(self, state: decoding.DecodeState, of: np.ndarray) -> float:
-        """Compares the drafter's next proposal with the one after a fresh prefill of the text.
-
-        Returns:
-          The largest difference of a probability.
-
-        Raises:
-          CertificateError: they differ.
-        """
-        B, K, V = len(of), self.system.num_draft, self.system.target.vocab_size
-        noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
-        noise = np.broadcast_to(noise, (B, K, V))  # of all rows, whatever their place
-        kept = propose_next(self.system, self.params, state, noise)
-        contexts = (state.tokens, state.length, state.sampler, state.draft_sampler)
-        _, fresh = _propose_afresh(self.system, self.params, contexts, noise)
-        if self._asked is None:  # on the host, since the state's arrays are donated
-            self._asked = jax.tree.map(np.asarray, (contexts, noise, fresh))
-        kept, fresh = jax.tree.map(np.asarray, (kept, fresh))
-        alike, off = _compare(kept, fresh)
-        differing = np.flatnonzero(~alike | ~(off.max(axis=1) <= _TOLERANCE))
-        if not len(differing):
-            return float(off.max())
-        total = np.asarray(state.total)
-        b = differing[total[differing].argmin()]
-        row, tokens = self.rows[of[b]], np.asarray(state.tokens)[b]
-        output = tokens[len(row.prompt) : total[b]]
-        kinds = np.asarray(state.kind)[b, len(row.prompt) : total[b]]
-        kinds = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)
-        if alike[b]:
-            node = off[b].argmax()
-            show = lambda p: f"draws draft {node + 1} from {short(p.probs[b, node])}"
-        else:
-            show = lambda p: f"drafts {p.tokens[b, : p.n_draft[b]].tolist()}"
-        raise CertificateError(
-            f"drafter {self.system.drafter.name!r}: its state after commit is not that of a fresh "
-            f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "
-            f"{show(fresh)}, {where(row, output, K)}; these tokens were {kinds}. If it is meant to "
-            "remember more than the row's text, pass has_memory=True; if it remembers other "
-            "outputs, it must say so itself (Drafter.has_memory, host_drafter(num_updates=...))"
-        )
-
-    def check_stateless(self) -> int:
-        """Compares what is proposed after some texts with what was, before much was decoded.
-
-        Returns:
-          How many texts, those of the first call of ``check_states``.
-
-        Raises:
-          CertificateError: the drafts differ, so the drafter remembers what it does not say.
-        """
-        contexts, noise, before = self._asked
-        _, after = _propose_afresh(self.system, self.params, contexts, noise)
-        names = [
-            name
-            for name in ("tokens", "n_draft", "probs", "parents")
-            if getattr(before, name) is not None
-        ]
-        if not all(np.array_equal(getattr(before, x), getattr(after, x)) for x in names):
-            raise CertificateError(
-                f"drafter {self.system.drafter.name!r} proposed different drafts for the same "
-                "texts later on, so it remembers earlier outputs. Declare it (Drafter.has_memory, "
-                "host_drafter(num_updates=...)), or outputs are biased where a seed is reused"
-            )
-        return len(before.tokens)
-
-    def check_alone(self) -> int:
-        """Compares what is proposed after some texts with what is in batches of one.
-
-        Returns:
-          How many texts.
-
-        Raises:
-          CertificateError: the drafts differ, or their distributions.
-        """
-        contexts, noise, batch = self._asked
-        count = min(_ALONE, len(noise))
-        for b in range(count):
-            context, gumbel, row = jax.tree.map(lambda x: x[b : b + 1], (contexts, noise, batch))
-            _, alone = _propose_afresh(self.system, self.params, context, gumbel)
-            alone = jax.tree.map(np.asarray, alone)
-            alike, off = _compare(alone, row)
-            is_drawn = (alone.tokens == row.tokens).all()
-            if alone.probs is not None:  # a near tie is drawn either way
-                is_drawn |= matches_report(alone, gumbel, parents_of(self.system)).all()
-            if not (alike.all() and (off <= _TOLERANCE).all() and is_drawn):
-                tokens, length = contexts[0][b], contexts[1][b]
-                raise CertificateError(
-                    f"drafter {self.system.drafter.name!r} proposes other drafts in a batch of one "
-                    f"than in a larger batch, after the tokens {tokens[: length + 1].tolist()} "
-                    f"(K={self.system.num_draft})"
-                )
-        return count
-
     def check_equal(
         self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str, hint: str = ""
     ) -> None:
@@ -288,7 +195,7 @@ class Loop:
         """
         tests = []
         for row, seen in zip(self.rows, counts):
-            dist = _joint(row, begin + seen.ndim, logits_of).sum(axis=tuple(range(begin)))
+            dist = _joint(row, begin, seen.ndim, logits_of)
             while seen.ndim > 1 and seen.sum() * dist.max() < 5:  # too few draws: of fewer tokens
                 seen, dist = seen.sum(axis=-1), dist.sum(axis=-1)
             tests.append((goodness_of_fit(seen, dist), row, seen, dist))
@@ -384,47 +291,16 @@ _generate = bounded_jit(
 )
 
 
-@functools.partial(bounded_jit, static_argnames="system")
-def propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
-    context = system.context(
-        state.tokens,
-        state.length,
-        state.draft_sampler,
-        state.sampler.seed,
-        is_greedy=None,  # also where no rule would read it, the report is compared
-    )
-    context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
-    return decoding.propose(params["draft"], state.draft, context, system)[0]
-
-
-_propose_afresh = bounded_jit(propose_afresh, static_argnames="system")
-
-
-def _compare(a: Proposal, b: Proposal) -> tuple[np.ndarray, np.ndarray]:
-    """bool[B], whether as much is offered, the same if nothing is reported; f64[B,K], how far apart
-    the reports are.
-    """
-    B, K = a.tokens.shape
-    offered = [np.asarray(proposal.is_offered) for proposal in (a, b)]
-    alike = (offered[0] == offered[1]).all(axis=1)
-    is_offered = offered[0] & offered[1]
-    if a.probs is not None:
-        # After a near tie two chains go on from different drafts: compare up to there.
-        same = np.cumprod(a.tokens == b.tokens, axis=1)
-        same = np.concatenate([np.ones((B, 1), bool), same[:, :-1] > 0], axis=1)
-        return alike, np.where(is_offered & same, np.abs(a.probs - b.probs).max(axis=2), 0.0)
-    alike &= ((a.tokens == b.tokens) | ~is_offered).all(axis=1)
-    if a.parents is not None:
-        alike &= ((a.parents == b.parents) | ~is_offered).all(axis=1)
-    return alike, np.zeros((B, K))
-
-
-def _joint(row: Row, num_tokens: int, logits_of) -> np.ndarray:
-    """f64[V, ..., V], the distribution of plain decoding's first tokens."""
+def _joint(row: Row, begin: int, num_tokens: int, logits_of) -> np.ndarray:
+    """f64[V, ..., V], the distribution of plain decoding's tokens after 0 or 1 others."""
     first = reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
-    of = lambda params, tokens: logits_of(tokens)
-    after = [plain_distribution(None, row, t, num_tokens - 1, of) for t in range(len(first))]
-    return np.einsum("v,v...->v...", first, np.stack(after))
+    size = num_tokens + begin - 1
+    after = lambda t: plain_distribution(None, row, t, size, lambda _, tokens: logits_of(tokens))
+    joint = np.zeros((len(first),) * (size + 1 - begin))
+    for token in np.flatnonzero(first > _UNLIKELY).tolist():
+        part = joint if begin else joint[token]
+        part += first[token] * after(token)
+    return joint
 
 
 def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, loop: Loop) -> str:
@@ -444,3 +320,61 @@ def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, 
             text = Difference(row, output, int(worst[-1]), actual, expected, 0.0, 0.0)
             return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
     raise AssertionError
+
+
+def certify_decoder(
+    rule: Rule,
+    drafter: Drafter | None = None,
+    *,
+    vocab_size: int = 4,
+    num_draft: int = 2,
+    num_tokens: int = 4,
+    row: Row = Row((0, 1), SamplerConfig(temperature=1.0), SamplerConfig(temperature=1.0)),
+    trials: int = 200_000,
+    batch: int = 20_000,
+    alpha: float = 1e-6,
+    params: dict[str, Any] | None = None,
+    target: Model | None = None,
+    logits_of: LogitsOf = toy_logits,
+    seed: int = 0,
+    run: Callable[..., Any] | None = None,
+) -> float:
+    """Tests the jitted decoder's tokens against the target's distribution with a chi-square test.
+
+    The tested tokens are the ``num_tokens`` after the first, whose own distribution is summed
+    over.
+
+    Args:
+      rule: any lossless rule.
+      drafter: by default ``standalone`` over a toy draft.
+      vocab_size: V.
+      num_draft: K; that of the drafter's tree, where it has one.
+      num_tokens: of the joint distribution; the table has V**num_tokens outcomes.
+      row: prompt and samplers of all trials.
+      trials: sequences decoded; each has a seed of its own.
+      batch: rows decoded at once.
+      alpha: smallest p-value that passes.
+      params: ``{"target": ..., "draft": ...}``; by default random ones of toy models.
+      target: by default a toy; a mutated one, to see the test fail, or a model of your own.
+      logits_of: what the target says, computed another way.
+      seed: of the parameters and the trials.
+      run: ``decoding.generate`` as it is compiled.
+
+    Returns:
+      The p-value.
+
+    Raises:
+      CertificateError: the p-value is below ``alpha``.
+    """
+    V = vocab_size
+    params = params or {"target": toy_params(V, seed), "draft": toy_params(V, seed + 1)}
+    drafter = drafter or standalone(toy_model(V))
+    system = system_of(target or toy_model(V), drafter, rule, num_draft)
+    slots = len(row.prompt) + num_tokens + system.lookahead_slots + 3
+    loop = Loop(system, params, [row], num_tokens, slots, run)
+    of = np.zeros(batch, np.int64)
+    counts = np.zeros((1, *[V] * num_tokens), np.int64)
+    for begin in range(0, trials, batch):
+        output = loop.decode(of, seed * trials + begin + np.arange(batch))
+        np.add.at(counts[0], tuple(output[:, 1:].T), 1)
+    return loop.test(counts, 1, functools.partial(logits_of, params["target"]), alpha)

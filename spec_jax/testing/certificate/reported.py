@@ -17,6 +17,7 @@ from spec_jax.testing.certificate.forcing import (
     DraftDistribution,
     Forced,
     check_faults,
+    draws_as_reported,
     force,
     in_chunks,
     make_contexts,
@@ -90,6 +91,19 @@ def force_all(
     if any(abs(x - 1) > 1e-4 for x in total.values()):
         return None
     return forced._replace(weights=weights).at(np.asarray(keep))
+
+
+def check_report(
+    system: decoding.System, params: dict[str, Any], rows: Sequence[Row], forced: Forced, batch: int
+) -> None:
+    """Raises a CertificateError if a drafter draws from another distribution than it reports."""
+    wrong = np.flatnonzero(~draws_as_reported(system, params, forced, batch))
+    if len(wrong):
+        row, output = forced.items[wrong[0]]
+        raise CertificateError(
+            f"drafter {system.drafter.name!r} draws from another distribution than "
+            f"Proposal.probs, {where(rows[row], output, system.num_draft)}"
+        )
 
 
 def first_drafts(forced: Forced, offered: int) -> Forced:

@@ -15,13 +15,14 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spec_jax import decoding
-from spec_jax.testing.certificate.enumeration import RoundOutcome, sample_verdicts, verdicts
-from spec_jax.testing.certificate.forcing import Forced
+from spec_jax.contracts import Drafter, Model, Rule
+from spec_jax.drafters.standalone.model import standalone
+from spec_jax.testing.certificate.forcing import DraftDistribution, Forced
 from spec_jax.testing.certificate.records import (
     CertificateError,
     Range,
@@ -29,7 +30,17 @@ from spec_jax.testing.certificate.records import (
     probability,
     settings_of,
 )
-from spec_jax.testing.oracles import Row, reference_distribution
+from spec_jax.testing.certificate.reported import check_report, first_drafts, force_all
+from spec_jax.testing.certificate.subjects import standard_rows, system_of
+from spec_jax.testing.certificate.verdicts import RoundOutcome, sample_verdicts, verdicts
+from spec_jax.testing.mocks import toy_model, toy_params
+from spec_jax.testing.oracles import (
+    LogitsOf,
+    Row,
+    plain_distribution,
+    reference_distribution,
+    toy_logits,
+)
 
 _SAMPLES = 4096  # draws after each text, where a rule does not do what it states
 _SAMPLED_TOLERANCE = 0.05  # more than six standard deviations of such a probability
@@ -212,3 +223,82 @@ def check_round(
     if comparison.first is not None:
         raise CertificateError(f"{name}: {comparison.first.text(system.num_draft)}")
     return comparison._replace(p_value=found.p_value)
+
+
+def certify_rule(
+    rule: Rule,
+    *,
+    vocab_size: int = 3,
+    num_draft: int = 2,
+    num_tokens: int = 4,
+    rows: Sequence[Row] | None = None,
+    drafter: Drafter | None = None,
+    draft_distribution: DraftDistribution | None = None,
+    params: dict[str, Any] | None = None,
+    target: Model | None = None,
+    logits_of: LogitsOf = toy_logits,
+    batch: int = 512,
+    seed: int = 0,
+    tolerance: float = 1e-6,
+) -> float:
+    """Proves by enumeration that the rule, with what the drafter reports, is lossless.
+
+    A round is enumerated after every text of up to ``num_tokens`` tokens that plain decoding may
+    have emitted. Because the noise is forced, a drafter or a rule that draws from noise that
+    something else has used is not seen here: ``certify_decoder`` sees it.
+
+    Args:
+      rule: not coupled (certify those by equality with plain decoding).
+      vocab_size: V of the toy target, whose distribution depends on two tokens of context.
+      num_draft: K; that of the drafter's tree, where it has one.
+      num_tokens: maximum tokens before a round.
+      rows: settings, all certified in one batch; by default ``standard_rows()``.
+      drafter: draws with ``Context.gumbel`` where given; by default ``standalone`` over a toy
+        draft, with 0 to K drafts offered. Of a dynamic tree nothing is forced.
+      draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution its next token
+        should have; by default the toy draft's under the row's draft sampler. A deterministic
+        drafter has none.
+      params: ``{"target": ..., "draft": ...}``; by default random ones of toy models.
+      target: the model that scores the drafts, whose V is then ``vocab_size``; by default a toy.
+      logits_of: what the target says, computed another way.
+      batch: rows drafted at once; fewer where the drafter has a ``KVCache``, whose writes are
+        compiled row by row.
+      seed: of the toy parameters.
+      tolerance: on the errors of joint probabilities, see ``compare``.
+
+    Returns:
+      The largest error of a joint probability.
+
+    Raises:
+      CertificateError: the distributions differ, or the drafter or the rule does not do what it
+        states.
+    """
+    if rule.is_coupled or rule.is_greedy:
+        raise CertificateError(f"{rule.name} emits plain decoding's tokens: certify by equality")
+    rows = standard_rows() if rows is None else list(rows)
+    if params is None:
+        params = {"target": toy_params(vocab_size, seed), "draft": toy_params(vocab_size, seed + 1)}
+
+    def distribution_of_toy(row, output, drafted):
+        history = [*output, *drafted]
+        logits = toy_logits(params["draft"], (*row.prompt, *history))
+        return reference_distribution(logits, row.draft, row.prompt, history)
+
+    given = drafter or standalone(toy_model(vocab_size))
+    system = system_of(target or toy_model(vocab_size), given, rule, num_draft)
+    starts = []
+    for i, row in enumerate(rows):
+        for size in range(num_tokens):
+            plain = plain_distribution(params["target"], row, 0, size, logits_of)
+            starts += [(i, (0, *output.tolist())) for output in np.argwhere(plain > 0)]
+    stated = draft_distribution or distribution_of_toy
+    forced = force_all(system, params, rows, starts, num_tokens, batch, stated)
+    if forced is None:
+        raise CertificateError(
+            f"drafter {given.name!r} does not draw with Context.gumbel from a distribution that "
+            "covers the tokens it should be able to draw"
+        )
+    check_report(system, params, rows, forced, batch)
+    cuts = [] if drafter else [first_drafts(forced, n) for n in range(system.num_draft)]
+    of_target = functools.partial(logits_of, params["target"])
+    return max(check_round(system, x, rows, of_target, tolerance).error for x in (*cuts, forced))

@@ -12,13 +12,12 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Drafter, Processor, Rule
+from spec_jax.contracts import Drafter, Model, Processor, Rule
 from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_drafter
-from spec_jax.testing.certificate.checks import STANDARD_SETTINGS
 from spec_jax.testing.mocks import mock_model, scripted_drafter, toy_model, toy_params
 from spec_jax.testing.oracles import Row, toy_logits
 from spec_jax.tree import Tree
@@ -27,6 +26,28 @@ NUM_TOKENS = 3  # of a target that certify makes
 _PADDED, _PADDED_DRAFT = 5, 4  # ids of a target and of a draft whose last ids are padding
 _MAX_VOCAB = 64
 _TREE = Tree((0, 0, 1))
+_PROMPTS = ((0, 1), (2,), (1, 1, 2))
+
+STANDARD_SETTINGS = {
+    "temperature 0.7": SamplerConfig(temperature=0.7),
+    "temperature 1.3": SamplerConfig(temperature=1.3),
+    "top-k": SamplerConfig(temperature=1.0, top_k=2),
+    "top-p": SamplerConfig(temperature=1.0, top_p=0.7),
+    "min-p": SamplerConfig(temperature=1.0, min_p=0.3),
+    "penalties": SamplerConfig(
+        temperature=1.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4
+    ),
+    "all together": SamplerConfig(
+        temperature=0.8,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias=((1, 0.5),),
+    ),
+}
 
 
 def _biased(*bias: tuple[int, float]) -> SamplerConfig:
@@ -53,6 +74,16 @@ _NEAR_TIES = SamplerConfig(
 )
 
 
+def standard_rows(draft: SamplerConfig | None = None) -> list[Row]:
+    """Every standard setting as one row of a mixed batch, with prompts of different lengths.
+
+    Args:
+      draft: the draft's sampler; by default each row's own setting.
+    """
+    pairs = [(setting, draft or setting) for setting in STANDARD_SETTINGS.values()]
+    return [Row(_PROMPTS[i % 3], *pair) for i, pair in enumerate(pairs)]
+
+
 def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...] = ()) -> list[Row]:
     """Returns the settings of ``certify``: prompts of several lengths in one mixed batch.
 
@@ -63,7 +94,7 @@ def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...]
       is_greedy: only those of temperature 0.
       processors: of logits, in all settings.
     """
-    prompts, wide = ((0, 1), (2,), (1, 1, 2)), SamplerConfig(temperature=1.2)
+    wide = SamplerConfig(temperature=1.2)
     settings = list(STANDARD_SETTINGS.values())
     pairs = [(setting, (setting, wide)[i % 2]) for i, setting in enumerate(settings)]
     pairs += _EXTREMES
@@ -77,7 +108,7 @@ def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...]
         (_NEAR_TIES, SamplerConfig(temperature=1.0)),
     ]
     use = lambda config: dataclasses.replace(config, processors=processors)
-    rows = [Row(prompts[i % 3], *map(use, pair)) for i, pair in enumerate(pairs)]
+    rows = [Row(_PROMPTS[i % 3], *map(use, pair)) for i, pair in enumerate(pairs)]
     return [row for row in rows if row.target.temperature == 0 or not is_greedy]
 
 
@@ -103,9 +134,13 @@ class Subject:
 
     def system(self, rule: Rule, num_draft: int) -> decoding.System:
         """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree."""
-        tree = self.drafter.tree
-        num_draft = num_draft if tree is None else tree.num_nodes
-        return decoding.System(self.target.model, self.drafter, rule, num_draft)
+        return system_of(self.target.model, self.drafter, rule, num_draft)
+
+
+def system_of(target: Model, drafter: Drafter, rule: Rule, num_draft: int) -> decoding.System:
+    """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree."""
+    num_draft = num_draft if drafter.tree is None else drafter.tree.num_nodes
+    return decoding.System(target, drafter, rule, num_draft)
 
 
 def make_subject(drafter: Any, params: Any, seed: int, *, is_padded: bool = False) -> Subject:

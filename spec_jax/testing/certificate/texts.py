@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from spec_jax.decoding import Kind
-from spec_jax.testing.certificate.loop import Loop, propose_next
+from spec_jax.testing.certificate.loop import Loop
 from spec_jax.testing.certificate.records import CertificateError, probability, settings_of
+from spec_jax.testing.certificate.states import propose_next
 from spec_jax.testing.oracles import Row, goodness_of_fit, reference_distribution
 
 _PER_CELL = 50  # draws that a cell of a table should have on average

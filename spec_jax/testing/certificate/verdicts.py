@@ -1,12 +1,12 @@
-"""Every outcome of one round, by forcing its drafts, its coins and its last token."""
+"""Every outcome of rounds whose drafts are given: coins and last tokens are forced."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,9 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Noise, Proposal, Rule, Verdict
-from spec_jax.testing.certificate.forcing import (
-    AS_WRITTEN,
-    FREE,
-    DraftDistribution,
-    Forced,
-    draws_as_reported,
-    force,
-    in_chunks,
-    is_argmax,
-    parents_of,
-    possible_drafts,
-)
+from spec_jax.testing.certificate.forcing import AS_WRITTEN, Forced, in_chunks, is_argmax
 from spec_jax.testing.certificate.records import CertificateError, StatementError
-from spec_jax.testing.oracles import Row, tail_of_sums
+from spec_jax.testing.oracles import tail_of_sums
 
 _DRAWS = 200_000  # of last tokens, of a rule that is no Gumbel-max draw
 _MARGIN = 1e-6  # of a coin, and of its logarithm: 16 roundings of float32
@@ -78,58 +67,6 @@ def one_by_one(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.vmap(one)
 
 
-def outcomes(
-    system: decoding.System,
-    params: dict[str, Any],
-    rows: Sequence[Row],
-    frontier: Mapping[tuple[int, tuple[int, ...]], float],
-    draft_distribution: DraftDistribution,
-    num_tokens: int,
-    batch: int,
-) -> Iterator[tuple[int, tuple[int, ...], float]]:
-    """Yields (row, output after the round, probability) of every outcome of one round.
-
-    Args:
-      system: target, drafter, rule and K.
-      params: ``{"target": ..., "draft": ...}``.
-      rows: prompts and samplers.
-      frontier: the probability of each (row, output) before the round.
-      draft_distribution: see ``certify_rule``.
-      num_tokens: of the joint distribution.
-      batch: rows drafted at once.
-
-    Raises:
-      CertificateError: the drafter or the rule does not do what it states.
-    """
-    items, drafts, weights = [], [], []
-    parents = parents_of(system)
-    for (row, output), prob in frontier.items():
-        dist = functools.partial(draft_distribution, rows[row], output)
-        for draft, weight in possible_drafts(parents, dist if system.drafter.is_sampled else None):
-            items.append((row, output))
-            drafts.append(draft)
-            weights.append(prob * weight)
-    if not items:
-        return
-    drafts = np.asarray(drafts)
-    forced = force(system, params, rows, items, drafts, num_tokens, batch)
-    is_other = (forced.proposal.tokens != drafts) & (drafts != FREE)
-    is_other &= np.asarray(forced.proposal.is_offered)
-    if is_other.any():
-        raise CertificateError(
-            f"drafter {system.drafter.name!r} does not draw with Context.gumbel from a "
-            "distribution that covers the tokens it should be able to draw"
-        )
-    if not draws_as_reported(system, params, forced, batch).all():
-        raise CertificateError(
-            f"drafter {system.drafter.name!r} draws from another distribution than Proposal.probs"
-        )
-    found = verdicts(system.rule, forced._replace(weights=np.asarray(weights)))
-    for end in found.ends:
-        row, output = items[end.item]
-        yield row, (*output, *end.emitted), end.weight
-
-
 def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096) -> RoundOutcomes:
     """Returns every outcome of rounds with given drafts.
 
@@ -154,67 +91,75 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     stated = np.asarray(verdict.accept_probs, np.float64)
     coins = np.minimum(stated, 1.0)
     may_miss = ((coins == 1) & ~_is_clearly_more(forced.proposal, of_draft)).any(axis=1)
-    # Just inside and just outside of the stated probability: no wider than it is known.
-    margin = _MARGIN * (1 - np.log(np.clip(coins, 2**-126, 1)))
-    last = 1 - 2**-24  # the largest uniform
-    outside = coins * (1 + margin)
-
-    index, uniforms, ends, weights, rounding, is_apart = [], [], [], [], [], []
-    for heads in itertools.product((True, False), repeat=K):
-        chances = np.where(heads, coins, 1.0 - coins)
-        weight = chances.prod(axis=1)
-        u = np.where(heads, coins * (1 - margin), outside)
-        keep = np.flatnonzero(weight)
-        index.append(keep)
-        uniforms.append(np.clip(u, 0.0, last)[keep])
-        ends.append(np.tile(np.where(heads, 0.0, last), (len(keep), 1)))
-        weights.append(weight[keep])
-        rounding.append(
-            np.where(heads, 0.0, weight[:, None] / np.where(chances, chances, 1.0)).sum(axis=1)[
-                keep
-            ]
-        )
-        is_apart.append((heads | (outside < last)).all(axis=1)[keep])
-    index, uniforms, ends, weights, rounding, is_apart = map(
-        np.concatenate, (index, uniforms, ends, weights, rounding, is_apart)
+    index, near, far, weights, rounding, is_apart = (
+        np.repeat(x, V, axis=0) for x in _all_falls(coins)
     )
-    index, uniforms, ends = (np.repeat(x, V, axis=0) for x in (index, uniforms, ends))
-    token = np.tile(np.arange(V), len(weights))
+    token = np.tile(np.arange(V), len(index) // V)
     gumbel = 1e4 * np.eye(V, dtype=np.float32)[token][:, None]
-    verdict, _, alone = run(index, Noise(uniforms.astype(np.float32), gumbel))
+    verdict, _, alone = run(index, Noise(near, gumbel))
     _check_alone(rule, forced, index, verdict, alone)
     # The coin must flip at the stated probability and nowhere else, and ordinary noise must
     # draw from the stated replacement.
     random = np.random.default_rng(1)
     gumbel = random.gumbel(size=gumbel.shape).astype(np.float32)
-    far, _, _ = run(index, Noise(ends.astype(np.float32), gumbel))
-    is_same = (far.n_accept == verdict.n_accept) & (
-        np.abs(far.accept_probs - stated[index]).max(axis=1) < 1e-6
+    again, _, _ = run(index, Noise(far, gumbel))
+    is_same = (again.n_accept == verdict.n_accept) & (
+        np.abs(again.accept_probs - stated[index]).max(axis=1) < 1e-6
     )
-    if not is_same[np.repeat(is_apart, V)].all():
+    if not is_same[is_apart].all():
         raise StatementError(f"rule {rule.name!r} does not flip its coins at accept_probs")
     places = np.arange(len(index))
-    drawn = far.tokens[places, far.n_accept]
+    drawn = again.tokens[places, again.n_accept]
     dist = np.asarray(verdict.replacement, np.float64)[places, token]
     n, possible = verdict.n_accept, np.flatnonzero(dist > 0)
-    is_gumbel_max = is_argmax(drawn, far.replacement, gumbel[:, 0]).all()
+    is_gumbel_max = is_argmax(drawn, again.replacement, gumbel[:, 0]).all()
     is_gumbel_max &= (verdict.tokens[places, n] == token)[possible].all()
     p_value = None
     if not is_gumbel_max:  # it may read the noise in another way
         some = np.resize(places, max(_DRAWS, len(places)))
         gumbel = random.gumbel(size=(len(some), 1, V)).astype(np.float32)
-        draws, _, _ = run(index[some], Noise(ends[some].astype(np.float32), gumbel))
+        draws, _, _ = run(index[some], Noise(far[some], gumbel))
         p_value = _test_last([forced.items[i] for i in index[some]], draws)
         if not p_value >= alpha:
             raise StatementError(
                 f"rule {rule.name!r} does not draw from its replacement distribution"
             )
-    weights, rounding = (
-        forced.weights[index] * np.repeat(x, V) * dist for x in (weights, rounding)
-    )
+    weights, rounding = (forced.weights[index] * x * dist for x in (weights, rounding))
     emitted = lambda i: (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
     ends = [RoundOutcome(int(index[i]), emitted(i), weights[i], rounding[i]) for i in possible]
     return RoundOutcomes(ends, may_miss, p_value)
+
+
+def _all_falls(coins: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns every way in which the coins of rounds may fall, M of them.
+
+    Args:
+      coins: f64[N,K], the probability of heads.
+
+    Returns:
+      i64[M], the round; f32[M,K], uniform numbers just on this side of the coins' probabilities, no
+      nearer than these are known; f32[M,K], numbers as far from them as can be; f64[M], the
+      probability; f64[M], its rounding, see ``RoundOutcome``; and bool[M], whether no coin that
+      falls on tails is so near 1 that both numbers may fall on heads.
+    """
+    margin = _MARGIN * (1 - np.log(np.clip(coins, 2**-126, 1)))
+    last = 1 - 2**-24  # the largest uniform number
+    outside = coins * (1 + margin)
+    falls = []
+    for heads in itertools.product((True, False), repeat=coins.shape[1]):
+        chances = np.where(heads, coins, 1.0 - coins)
+        weights = chances.prod(axis=1)
+        others = weights[:, None] / np.where(chances, chances, 1.0)
+        of_all = (
+            np.arange(len(coins)),
+            np.clip(np.where(heads, coins * (1 - margin), outside), 0.0, last).astype(np.float32),
+            np.broadcast_to(np.where(heads, 0.0, last), coins.shape).astype(np.float32),
+            weights,
+            np.where(heads, 0.0, others).sum(axis=1),
+            (heads | (outside < last)).all(axis=1),
+        )
+        falls.append([x[weights != 0] for x in of_all])
+    return tuple(map(np.concatenate, zip(*falls)))
 
 
 def _check_alone(rule: Rule, forced: Forced, index, verdict: Verdict, alone: Verdict) -> None:
