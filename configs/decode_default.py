@@ -20,7 +20,6 @@ Every value can be set on the command line, in the type that it has here:
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from configs.evaluate_zoo import RENAMED as RENAMED
 
 
 def get_config() -> ConfigDict:

@@ -12,7 +12,6 @@ tokens were.
 from ml_collections import ConfigDict
 
 from configs import decode_default
-from configs.evaluate_zoo import RENAMED as RENAMED
 
 
 def get_config() -> ConfigDict:

@@ -18,7 +18,6 @@ raises tau, most of all after a sibling. Publish figures of --config.num_prompts
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from configs.evaluate_zoo import RENAMED as RENAMED
 
 
 def get_config() -> ConfigDict:

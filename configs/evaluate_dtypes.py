@@ -11,7 +11,6 @@ which draft, K and dtype to decode with on this machine, for text like these pro
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from configs.evaluate_zoo import RENAMED as RENAMED
 
 
 def get_config() -> ConfigDict:

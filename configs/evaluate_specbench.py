@@ -12,7 +12,6 @@ decoding's in float32.
 from ml_collections import ConfigDict
 
 from configs import evaluate_zoo
-from configs.evaluate_zoo import RENAMED as RENAMED
 
 
 def get_config() -> ConfigDict:

@@ -12,16 +12,6 @@ than the standalone draft. docs/evaluate.md explains what comes out.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-# Earlier names of keys, for a message.
-RENAMED = {
-    **dict.fromkeys(("draft", "head", "mtp", "methods"), "drafts"),
-    "prompts": "data",
-    **dict.fromkeys(("standalone_rules", "head_rules"), "rules"),
-    "ngram_rules": "copying_rules",
-    "batch": "batches",
-    "num_draft": "ks",
-}
-
 
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""

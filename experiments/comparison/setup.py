@@ -36,7 +36,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     Raises:
       ConfigError: A key is unknown or missing, or a value is out of range.
     """
-    cli.check_keys(config, evaluate_zoo.get_config(), evaluate_zoo.RENAMED)
+    cli.check_keys(config, evaluate_zoo.get_config())
     config = config.copy_and_resolve_references()
     for name in ("rules", "copying_rules", "categories"):
         config[name] = tuple(cli.listed(",".join(map(str, config[name]))))

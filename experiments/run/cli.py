@@ -42,7 +42,7 @@ def define_flags(default: types.ModuleType, workdir: str) -> tuple[flags.FlagHol
     text = "Config file; each of its values is a typed flag, --config.KEY=VALUE."
     _config_files["default"] = default.__file__
     distributed.define_flags()
-    with _errors_in_one_line(getattr(default, "RENAMED", {})):  # looks up the overrides
+    with _errors_in_one_line():  # looks up the overrides
         config = config_flags.DEFINE_config_file("config", default.__file__, text)
     return config, flags.DEFINE_string("workdir", None, workdir)
 
@@ -98,13 +98,12 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _errors_in_one_line(renamed: Mapping[str, str] = types.MappingProxyType({})):
+def _errors_in_one_line():
     try:
         yield
     except (AttributeError, KeyError) as error:  # how ml_collections reports an unknown key
         key, close = re.search(r"\w+", str(error)), re.search(r'Did you mean "(\w+)', str(error))
         hint = f" (did you mean {close[1]}?)" if close else ""
-        hint = f" (it is {renamed[key[0]]} now)" if key[0] in renamed else hint
         sys.exit(_fail(f"the config has no key {key[0]!r}{hint}; --help lists its keys"))
     except (flags.Error, OSError, SyntaxError, TypeError, ValueError) as error:
         text = re.sub(r"invalid literal for int.*", "expected an integer", str(error))
@@ -116,20 +115,12 @@ def listed(text: str) -> list[str]:
     return [*dict.fromkeys(filter(None, (name.strip() for name in text.split(","))))]
 
 
-def check_keys(
-    config: ConfigDict, default: ConfigDict, renamed: Mapping[str, str] = types.MappingProxyType({})
-) -> None:
-    """Raises ConfigError unless a config file has exactly the keys of the default one.
-
-    Args:
-      config: The config.
-      default: The default one.
-      renamed: The present names of earlier keys.
-    """
+def check_keys(config: ConfigDict, default: ConfigDict) -> None:
+    """Raises ConfigError unless a config file has exactly the keys of the default one."""
     have, known = config_help.flat(config), config_help.flat(default)
     for key in have:
         if key not in known:
-            hint = f"; it is {renamed[key]} now" if key in renamed else did_you_mean(key, known)
+            hint = did_you_mean(key, known)
             raise ConfigError(f"the config has no key {key!r}{hint}; its keys: {', '.join(known)}")
     missing = [key for key in known if key not in have]
     if missing:

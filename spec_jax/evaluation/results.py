@@ -152,7 +152,7 @@ class RoundTime(NamedTuple):
         entry = {
             "round_ms": self.round_ms,
             "draft_cost": self.draft_cost,
-            "is_draft_cost_told": self.is_draft_cost_significant,
+            "is_draft_cost_significant": self.is_draft_cost_significant,
         }
         if self.verify_ms is None:
             return entry

@@ -195,7 +195,7 @@ def test_a_config_file_with_other_keys_is_refused(pair):
         resolve(config)
     with config.unlocked():
         config.head = "x"
-    with pytest.raises(ConfigError, match="no key 'head'; it is drafts now"):
+    with pytest.raises(ConfigError, match="no key 'head'; its keys"):
         resolve(config)
 
 
