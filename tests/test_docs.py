@@ -18,6 +18,8 @@ PAGES = (
     "docs/decode.md",
     "docs/evaluate.md",
     "docs/observe.md",
+    "docs/processors.md",
+    "docs/scale.md",
     "docs/write_a_family.md",
 )
 
