@@ -20,6 +20,8 @@ _COMMON = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
@@ -106,14 +108,12 @@ def _is_whole(directory: pathlib.Path, weights: tuple[str, str, str], refusals: 
     ``refusals`` gets the message about an index that is refused.
     """
     single, index, _ = weights
-    needed = ["config.json", single]
-    if (directory / index).is_file():
-        try:
-            needed[1:] = weight_files(directory, single, index)
-        except WeightsError as error:
-            refusals.append(str(error))
-            return False
-    return all((directory / file).exists() for file in needed)
+    try:
+        files = weight_files(directory, single, index) if index else [directory / single]
+    except WeightsError as error:
+        refusals.append(str(error))
+        return False
+    return all(file.exists() for file in (directory / "config.json", *files))
 
 
 def _command(repo: str, revision: str | None) -> str:

@@ -21,7 +21,7 @@ from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.float8 import SCALE
 from spec_jax.models.params import declared, num_params
-from spec_jax.models.tensors import check_layers, open_tensors, stored_names, unfused
+from spec_jax.models.tensors import check_layers, open_tensors, stored_names, unfused, unread_index
 from spec_jax.models.tokenizer import Tokenizer
 
 _SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
@@ -151,7 +151,7 @@ def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], 
                 found[name] = tensor.shape, np.dtype(tensor.dtype).name
             except WeightsError as error:  # a dtype that is not known
                 return found, [str(error)]
-    return found, []
+    return found, [*unread_index(directory)]
 
 
 def _kind(

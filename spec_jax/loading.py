@@ -28,7 +28,7 @@ from spec_jax.models.config import with_attention
 from spec_jax.models.families import read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.loaded import LoadedModel
-from spec_jax.models.tensors import open_tensors
+from spec_jax.models.tensors import open_tensors, unread_index
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules
 
@@ -127,6 +127,8 @@ def load_model(
             unknown,
             num_tokens,
         )
+    for note in (notes := unread_index(directory)):
+        _log.warning("%s: %s", directory, note)
     return LoadedModel(
         name=str(name_or_path),
         model=transformer.model(config, num_tokens=num_tokens),
@@ -134,6 +136,7 @@ def load_model(
         tokenizer=tokenizer,
         config=config,
         stop_tokens=config.eos_token_id,
+        notes=notes,
     )
 
 
@@ -200,7 +203,8 @@ def load_draft(
     where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)
     head = kind.format.read(directory, as_stated, dtype, **where, **overrides)
-    named = dict(name=str(name_or_path), notes=(*notes, *head.notes), stated_length=max_length)
+    notes = (*unread_index(directory), *notes, *head.notes)
+    named = dict(name=str(name_or_path), notes=notes, stated_length=max_length)
     head = dataclasses.replace(head, **named)
     layer = registry.layer_of(head.config)
     if (own := with_attention(layer, attention)) is not layer:

@@ -41,6 +41,7 @@ _LEFT_OUT = {
     "mimo": _QWEN,
     "qwen3": {"head_dim": 128, **_QWEN},
 }
+_FLAGGED = ("mimo", "qwen2", "qwen3", "qwen3_moe")  # types that have ``use_sliding_window``
 _NO_NULL = {"mistral": "num_key_value_heads", "qwen3": "head_dim"}
 ATTENTIONS = ("auto", "xla")
 """How a cache is attended over. "xla": in blocks of slots, up to the last one of the longest row.
@@ -80,15 +81,25 @@ _ROPE_RANGES = {
 }
 
 
-def _check_sees_all(hf: Mapping[str, Any]) -> None:
-    """Raises a ConfigError if a layer attends to a sliding window of tokens instead of all."""
-    kinds, window = hf.get("layer_types"), hf.get("sliding_window")
+def check_sees_all(hf: Mapping[str, Any], *, is_head: bool = False) -> None:
+    """Raises a ConfigError if a layer attends to a sliding window of tokens instead of all.
+
+    Args:
+      hf: the object of config.json.
+      is_head: it describes the layer of a head. Any such layer may have a window, also of a model
+        type whose class in transformers has none; with a type that has the key
+        ``use_sliding_window``, the key decides, as it does there.
+    """
+    kinds, window, kind = hf.get("layer_types"), hf.get("sliding_window"), hf.get("model_type")
+    has_flag = kind in _FLAGGED or hf.get("use_sliding_window") is not None
     if kinds is not None and not isinstance(kinds, (list, tuple)):
         raise ConfigError(f"layer_types is {shown(kinds)}; expected a list")
     others = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
     if others:
         said = f"layer_types names {', '.join(others):.80}"
-    elif hf["model_type"] == "mistral" and hf.get("sliding_window", 4096) is not None:
+    elif is_head and not has_flag and kinds is None and window is not None:
+        said = f"sliding_window is {shown(window)}"
+    elif not is_head and kind == "mistral" and hf.get("sliding_window", 4096) is not None:
         said = f"sliding_window is {hf.get('sliding_window', 'absent, which means 4096')!s:.80}"
     elif stated_flag(hf, "use_sliding_window") and kinds is None and _has_window_layers(hf):
         said = f"use_sliding_window is set, with sliding_window {shown(window)}"
@@ -98,7 +109,7 @@ def _check_sees_all(hf: Mapping[str, Any]) -> None:
     are_windows = others in ([], ["sliding_attention"])
     if are_windows and isinstance(window, int) and isinstance(longest, int) and window >= longest:
         return  # no token is out of sight
-    remedy = " (sliding_window null)" if hf["model_type"] == "mistral" else ""
+    remedy = " (sliding_window null)" if said.startswith("sliding_window") else ""
     if are_windows and isinstance(window, int):
         remedy += (
             f"; up to {window} tokens the two are the same: set max_position_embeddings to "
@@ -191,10 +202,12 @@ class RopeConfig:
         raw["rope_type"] = next((kind for kind in kinds if kind is not None), None)
         if is_number(raw.get("partial_rotary_factor")) and raw["partial_rotary_factor"] == 1:
             del raw["partial_rotary_factor"]
+        length = "original_max_position_embeddings"
+        if raw["rope_type"] in ("llama3", "yarn") and length in hf:
+            raw[length] = hf[length]  # at the top it takes precedence
         if raw["rope_type"] == "yarn":
             # Without an original length, the maximum length of the model is meant.
-            own = hf.get("max_position_embeddings")
-            raw.setdefault("original_max_position_embeddings", own)
+            raw.setdefault(length, hf.get("max_position_embeddings"))
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(raw) - known)
         if unknown:
@@ -441,7 +454,7 @@ class ModelConfig(EqualHeads):
             raise ConfigError(f"model_type {shown(kind)} is not supported; known: {known}")
         check_supported(hf, hidden_act="silu")
         hf = {**_LEFT_OUT.get(hf["model_type"], {}), **hf}
-        _check_sees_all(hf)
+        check_sees_all(hf)
         name = _NO_NULL.get(hf["model_type"])
         if name is not None and hf[name] is None:
             raise ConfigError(f"{name} is null; expected a positive integer")

@@ -30,6 +30,7 @@ class LoadedModel(Shown):
       config: None for a custom model (see ``spec_jax.testing`` for small ones).
       stop_tokens: ids that end a row.
       method: the name of the drafter kind that drafts with it, where it is a draft.
+      notes: sentences on how an ambiguous checkpoint was read.
     """
 
     name: str
@@ -39,6 +40,7 @@ class LoadedModel(Shown):
     config: AnyConfig | None = None
     stop_tokens: tuple[int, ...] = ()
     method: str = "standalone"
+    notes: tuple[str, ...] = ()
 
     @property
     def max_length(self) -> int:

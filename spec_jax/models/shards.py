@@ -42,7 +42,10 @@ _DTYPES = {
 
 
 def weight_files(directory: pathlib.Path, single: str, index: str) -> list[pathlib.Path]:
-    """Returns the files of a directory's tensors: those that an index names, or a single one.
+    """Returns the files of a directory's tensors: a single one, or those that an index names.
+
+    Where there are both, the single one is read, as in transformers; unless the index names it
+    too. ``tensors.unread_index`` says so.
 
     Args:
       directory: holds them.
@@ -54,6 +57,17 @@ def weight_files(directory: pathlib.Path, single: str, index: str) -> list[pathl
     """
     if not (directory / index).exists():
         return [directory / single]
+    names = indexed_files(directory, index)
+    is_alone = (directory / single).exists() and single not in names
+    return [directory / name for name in ([single] if is_alone else names)]
+
+
+def indexed_files(directory: pathlib.Path, index: str) -> list[str]:
+    """Returns the names of the files that a directory's index names, in order.
+
+    Raises:
+      WeightsError: see ``weight_files``.
+    """
     try:
         stated = parse_json(read_text(directory / index))
     except (OSError, ValueError) as error:
@@ -70,7 +84,7 @@ def weight_files(directory: pathlib.Path, single: str, index: str) -> list[pathl
                 f"{directory / index}: weight_map names the file {shown(name)}; expected the name "
                 "of a file in the same directory"
             )
-    return [directory / name for name in sorted(set(files.values()))]
+    return sorted(set(files.values()))
 
 
 def _is_inside(name: str) -> bool:

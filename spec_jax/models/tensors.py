@@ -25,7 +25,7 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.files import foreign_files, write_json
 from spec_jax.models.parts import Part, Tensor
 from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, Pickles
-from spec_jax.models.shards import INDEX, SINGLE, Shards
+from spec_jax.models.shards import INDEX, SINGLE, Shards, indexed_files
 from spec_jax.models.specs import ParamSpec
 
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
@@ -238,6 +238,24 @@ def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards |
     raise WeightsError(
         f"{directory} has neither {SINGLE} nor {INDEX} nor {PICKLE}{foreign_files(directory)}"
     )
+
+
+def unread_index(directory: pathlib.Path) -> tuple[str, ...]:
+    """Returns a sentence about an index of other files than the one that is read, if there is one.
+
+    Args:
+      directory: of the checkpoint, see ``weight_files``.
+    """
+    for single, index in ((SINGLE, INDEX), (PICKLE, PICKLE_INDEX)):
+        are_stored = [(directory / name).exists() for name in (single, index)]
+        if all(are_stored) and single not in indexed_files(directory, index):
+            return (
+                f"there are {single} and {index}, which names other files; {single} alone is read, "
+                "as by transformers. Delete the one that is out of date.",
+            )
+        if any(are_stored):
+            break
+    return ()
 
 
 def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models.added_tokens import DECODER, add_stated_tokens
 from spec_jax.models.detokenize import ByteRuns, Unsettled, unsettled_part
 from spec_jax.models.files import parse_json, read_text
 
@@ -38,13 +39,16 @@ class Tokenizer:
     def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
         """Loads the tokenizer of a Hugging Face directory.
 
-        Chat templates in separate files replace those of tokenizer_config.json.
+        Chat templates in separate files replace those of tokenizer_config.json. Added tokens that
+        tokenizer.json lacks are those of ``added_tokens_decoder`` in tokenizer_config.json, or of
+        added_tokens.json and special_tokens_map.json, as in transformers.
 
         Args:
-          directory: holds tokenizer.json, and perhaps tokenizer_config.json and templates.
+          directory: holds tokenizer.json, and perhaps these files.
 
         Raises:
-          WeightsError: there is no tokenizer.json, or one of the files cannot be read.
+          WeightsError: there is no tokenizer.json, one of the files cannot be read, or an added
+            token would get another id than is stated.
         """
         directory = pathlib.Path(directory)
         file = directory / "tokenizer.json"
@@ -59,13 +63,17 @@ class Tokenizer:
             raise WeightsError(f"{file} cannot be read as a tokenizer: {error}") from error
         if not has_ids:
             raise WeightsError(f"{file} has an empty vocabulary; expected at least one token")
-        config, templates = {}, {}
+        templates = {}
         file = directory / "tokenizer_config.json"
         try:
-            if file.exists():
-                config = parse_json(read_text(file))
-                if not isinstance(config, dict):
-                    raise ValueError(f"it holds a {type(config).__name__}; expected an object")
+            config = _read_object(file)
+            ids = {}
+            if DECODER not in config:
+                file = directory / "special_tokens_map.json"
+                config |= _read_object(file)
+                file = directory / "added_tokens.json"
+                ids = _read_object(file)
+            add_stated_tokens(backend, config, ids)
             for name, file in _template_files(directory).items():
                 templates[name] = read_text(file)
         except (OSError, ValueError) as error:
@@ -241,6 +249,14 @@ def _whole(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     copy.no_truncation()
     copy.no_padding()
     return copy
+
+
+def _read_object(file: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is no file."""
+    value = parse_json(read_text(file)) if file.exists() else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}; expected an object")
+    return value
 
 
 def _template_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -150,6 +150,11 @@ def test_rotary_keys_have_the_usual_defaults(llama):
     yarn = dict(type="yarn", factor=4.0)
     edit_json(llama, lambda c: c.update(rope_scaling=yarn, max_position_embeddings=99))
     assert read_config(llama).rope.original_max_position_embeddings == 99
+    yarn["original_max_position_embeddings"] = 33
+    edit_json(llama, lambda c: c.update(rope_scaling=yarn))
+    assert read_config(llama).rope.original_max_position_embeddings == 33
+    edit_json(llama, lambda c: c.update(original_max_position_embeddings=77))
+    assert read_config(llama).rope.original_max_position_embeddings == 77  # at the top, it decides
 
 
 def test_absent_head_counts_have_the_usual_defaults(llama):
@@ -296,6 +301,30 @@ def test_a_damaged_or_missing_shard_is_named(tmp_path):
         change(tmp_path)
         with pytest.raises(WeightsError, match=rf"{shard.name} cannot be read"):
             load_pretrained(tmp_path)
+
+
+def test_of_one_file_and_shards_all_read_the_one_file_and_say_so(tmp_path, caplog):
+    """As transformers chooses; an index that names the file too is read, and all of its files."""
+    edited = jax.tree.map(lambda x: x + 1, random_weights(LLAMA))
+    save_pretrained(tmp_path, edited, LLAMA, max_shard_bytes=6000)
+    index = (tmp_path / INDEX).read_bytes()
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
+    (tmp_path / INDEX).write_bytes(index)
+    target = load_model(tmp_path)
+    assert_same(target.params, random_weights(LLAMA))
+    (note,) = target.notes
+    assert f"{SINGLE} and {INDEX}, which names other files; {SINGLE} alone is read" in note
+    assert note in caplog.text and note in inspect(tmp_path).notes
+    head = random_head(EagleConfig.of_target(target.config), jax.random.key(0))
+    head.save(tmp_path / "head", target)
+    assert note not in load_draft(tmp_path / "head", target).notes
+    (tmp_path / "head" / INDEX).write_bytes(index)
+    again = load_draft(tmp_path / "head", target)
+    assert_same(again.params, head.params)
+    assert note in again.notes
+    names = dict.fromkeys(load_file(tmp_path / SINGLE), SINGLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    assert load_model(tmp_path).notes == ()
 
 
 LAYOUTS = {

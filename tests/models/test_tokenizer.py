@@ -70,6 +70,59 @@ def test_another_vocabulary_is_told_apart():
     assert tokenizer.has_same_vocab(Tokenizer(byte_level(add_start=True)))
 
 
+def stated(tmp_path, **files):
+    """The tokenizer of a directory whose other files state tokens that tokenizer.json lacks."""
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    return Tokenizer.from_directory(tmp_path)
+
+
+NEW = {"content": "<tool>", "special": False, "normalized": False}
+DECODER = {"258": NEW, "259": {"content": "<|end|>", "special": True}}
+BESIDE = {
+    "tokenizer_config": dict(tokenizer_config={"added_tokens_decoder": DECODER}),
+    "added_tokens": dict(
+        added_tokens={"<|end|>": 259, "<tool>": 258, "</s>": 257},
+        special_tokens_map={"eos_token": {"content": "<|end|>", "lstrip": False}},
+    ),
+}
+
+
+@pytest.mark.parametrize("files", BESIDE.values(), ids=BESIDE)
+def test_added_tokens_that_other_files_state_are_known(tmp_path, files):
+    tokenizer = stated(tmp_path, **files)
+    assert tokenizer.encode("a<tool>b<|end|>")[1::2] == [258, 259] and tokenizer.num_ids == 260
+    assert tokenizer.decode([97, 258, 98, 259]) == "a<tool>b"  # one of them is special
+    tokenizer.save(tmp_path / "again")
+    assert Tokenizer.from_directory(tmp_path / "again").has_same_vocab(tokenizer)
+
+
+def test_a_special_token_that_the_vocabulary_has_is_known_by_its_name_alone(tmp_path):
+    tokenizer = stated(tmp_path, tokenizer_config=dict(eos_token="a", pad_token="<none>"))
+    assert tokenizer.decode(tokenizer.encode("cab")) == "cb" and tokenizer.num_ids == 258
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (dict(tokenizer_config=dict(added_tokens_decoder={"300": NEW})), "id 300, .* the id 258"),
+        (dict(tokenizer_config=dict(added_tokens_decoder=[NEW])), "expected an object"),
+        (dict(tokenizer_config=dict(added_tokens_decoder={"x": NEW})), "has the id 'x'"),
+        (
+            dict(tokenizer_config=dict(added_tokens_decoder={"258": {}})),
+            "the token '' with the id 258",
+        ),
+        (dict(tokenizer_config=dict(eos_token=[3])), r"added token is \[3\]"),
+        (dict(added_tokens={"<a>": None}), "added_tokens.json.*has the id None"),
+        (dict(special_tokens_map=[]), "special_tokens_map.json.*expected an object"),
+    ],
+)
+def test_added_tokens_that_cannot_be_added_are_named(tmp_path, files, words):
+    with pytest.raises(WeightsError, match=words):
+        stated(tmp_path, **files)
+
+
 def test_an_absent_or_damaged_file_is_named(tmp_path):
     with pytest.raises(WeightsError, match=r"no tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)

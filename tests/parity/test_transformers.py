@@ -1,6 +1,7 @@
 """Agreement with transformers on torch: logits, checkpoints, greedy text, processors."""
 
 import dataclasses
+import json
 import random
 
 import jax
@@ -106,6 +107,37 @@ def test_logits_agree_for_random_configurations(tmp_path, family, rope):
     with torch.no_grad():
         states = model(torch.from_numpy(tokens).long(), output_hidden_states=True).hidden_states
     np.testing.assert_allclose(features, torch.cat(states, dim=-1).numpy(), atol=2e-4)
+
+
+def test_the_original_length_at_the_top_decides(tmp_path):
+    """Without a word: this file's YaRN has another inside, with which the logits differ."""
+    yarn = dict(rope_type="yarn", rope_theta=500.0, **ROPES["yarn"])
+    options = dict(vocab_size=29, hidden_size=16, intermediate_size=20, num_hidden_layers=2)
+    options |= dict(num_attention_heads=2, max_position_embeddings=128, rope_parameters=yarn)
+    drawn(tmp_path, "Llama", transformers.LlamaConfig(**options))
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"original_max_position_embeddings": 16})
+    )
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    params, own = load_pretrained(tmp_path)
+    tokens = random_tokens(own.vocab_size)
+    expected = torch_logits(model, tokens)
+    np.testing.assert_allclose(whole(params, tokens, config=own), expected, atol=1e-4)
+    inner = dataclasses.replace(own.rope, original_max_position_embeddings=32)
+    other = whole(params, tokens, config=dataclasses.replace(own, rope=inner))
+    assert np.abs(other - expected).max() > 1e-2
+
+
+def test_of_one_file_and_shards_the_same_one_is_read(tmp_path):
+    shapes = dict(max_shard_bytes=3000)
+    save_pretrained(tmp_path, jax.tree.map(lambda x: x + 1, random_weights(LLAMA)), LLAMA, **shapes)
+    index = (tmp_path / "model.safetensors.index.json").read_bytes()
+    save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    embed = load_pretrained(tmp_path)[0]["embed"]
+    np.testing.assert_array_equal(embed, model.get_input_embeddings().weight.detach().numpy())
 
 
 SIZES = dict(vocab_size=31, hidden_size=16)

@@ -20,7 +20,7 @@ from spec_jax.drafters.common.formats import speculators_config
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig, head_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
-from spec_jax.models.config import ModelConfig, with_attention
+from spec_jax.models.config import ModelConfig, check_sees_all, with_attention
 from spec_jax.models.params import flat_table
 from spec_jax.models.specs import ParamSpec
 
@@ -272,9 +272,7 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
     ):
         message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
         require(value == expected, f"{message} (by the key {key})")
-    kinds = layer.get("layer_types") or ()
-    is_full = isinstance(kinds, (list, tuple)) and "sliding_attention" not in kinds
-    require(is_full, f"layer_types is {shown(kinds)}; expected a list of full attention alone")
+    check_sees_all(layer, is_head=True)
     size = _stated(hf, "draft_vocab_size")
     if format != EAGLE_1 and size is not None:
         is_size = is_integer(size) and size > 0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_object
-from spec_jax.models.config import text_part
+from spec_jax.models.config import check_sees_all, text_part
 from spec_jax.models.families import AnyConfig, family_of_type, module_layer
 from spec_jax.models.specs import ParamSpec
 
@@ -190,6 +190,10 @@ def modules_config(
     choices |= {n: (overrides[n], "as the caller says") for n in choices if n in overrides}
     notes += [f"{name} = {value!r}: {why}." for name, (value, why) in choices.items()]
     values = {name: value for name, (value, _) in choices.items()} | dict(overrides)
+    kinds = hf.get("layer_types")  # of the target's layers; a module's attends
+    if isinstance(kinds, list):
+        kinds = [kind for kind in kinds if kind != "linear_attention"]
+    check_sees_all({**hf, "layer_types": kinds}, is_head=True)
     layer = module_layer(family.config.from_hf(hf))
     return MtpConfig.of_target(target, layer=layer, **values)
 

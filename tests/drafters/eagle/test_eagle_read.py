@@ -190,6 +190,7 @@ def test_sparse_offsets_pass_where_the_mask_confirms_them():
         check_offsets(ids - np.arange(10), None, V)
 
 
+WINDOW = HEADS["speculators"][0]["transformer_layer_config"] | {"sliding_window": 8}
 SUPPOSED = [  # the file, what the caller says
     ("eagle-3", {"target_hidden_size": 20}, {}, "target of width 20; this one has 16"),
     ("eagle-3", {"target_hidden_size": "16"}, {}, "width '16'; this one has 16"),
@@ -205,6 +206,10 @@ SUPPOSED = [  # the file, what the caller says
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, r"9\]; the target has 8"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, {}, "expected a list of layers"),
     ("eagle-3", {"layer_types": ["sliding_attention"]}, {}, "sliding_attention"),
+    ("eagle-3", {"sliding_window": 8}, {}, "sliding_window is 8, which is not supported"),
+    ("eagle-3", dict(sliding_window=8, model_type="mistral"), {}, "sliding_window is 8"),
+    ("eagle-3", dict(sliding_window=8, use_sliding_window=True), {}, "use_sliding_window is set"),
+    ("speculators", {"transformer_layer_config": WINDOW}, {}, "sliding_window is 8, which is not"),
     ("eagle-3", {"rope_scaling": "linear"}, {}, "rope_scaling is 'linear'; expected an object"),
     ("eagle-3", {"rope_theta": None}, {}, "rope_theta is null; expected a finite number"),
     ("eagle-3", {"hidden_act": "gelu"}, {}, "gelu"),
@@ -297,6 +302,23 @@ def test_what_a_file_leaves_open_is_noted(tmp_path, name, hf, tensors, flag, val
     config, notes = notes_of(write_head(tmp_path, name, tensors=tensors, **hf))
     assert getattr(config, flag) is value
     assert flag not in notes if words is None else words in notes
+
+
+SEES_ALL = [
+    dict(sliding_window=None, model_type="mistral"),
+    dict(model_type="mistral"),
+    dict(sliding_window=8, model_type="qwen2"),  # whose key use_sliding_window is false by default
+    dict(sliding_window=8, use_sliding_window=False),
+    dict(sliding_window=8, layer_types=["full_attention"]),
+    dict(sliding_window=4096, max_position_embeddings=2048),
+]
+
+
+@pytest.mark.parametrize("stated", SEES_ALL, ids=lambda x: ", ".join(x))
+def test_a_layer_that_sees_all_may_state_a_window(tmp_path, stated):
+    config, _ = notes_of(write_head(tmp_path, **stated))
+    expected = notes_of(write_head(tmp_path))[0].layer.max_position_embeddings
+    assert config.layer.max_position_embeddings == stated.get("max_position_embeddings", expected)
 
 
 def test_the_rotary_base_is_the_heads_own(tmp_path):

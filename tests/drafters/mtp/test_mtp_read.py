@@ -242,6 +242,7 @@ REFUSED = [  # the file, the target, what the caller says
     (dict(topk_method="greedy"), TARGET, {}, "topk_method 'greedy' is not supported"),
     (dict(num_hidden_layers=None), TARGET, {}, "num_hidden_layers is None"),
     (dict(quantization_config={"weight_block_size": 3}), TARGET, {}, "weight_block_size is 3"),
+    (dict(sliding_window=8), TARGET, {}, "sliding_window is 8, which is not supported"),
     ({}, WIDE, {}, "width is 16; the target's is 24"),
     ({}, FEW, {}, "has 31 ids; the target's has 30"),
     ({}, TARGET, {"taps": [3]}, r"taps are \[3\]; expected a tuple"),
@@ -258,6 +259,16 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, hf, target, said, words
     write(tmp_path, "deepseek_v3", tensors_of("deepseek_v3", [L, L + 1]), **hf)
     with pytest.raises(ConfigError, match=words):
         read_mtp(tmp_path, target, **said)
+
+
+def test_a_module_that_sees_all_may_state_a_window(tmp_path):
+    for stated in (dict(sliding_window=None), dict(sliding_window=8, use_sliding_window=False)):
+        write(tmp_path, "deepseek_v3", tensors_of("deepseek_v3", [L]), **stated)
+        assert read_mtp(tmp_path, TARGET).config.num_modules == 1
+    kinds = ["full_attention"] * L  # which decide where they are stated
+    modules = tensors_of("qwen3_next", [0])
+    write(tmp_path, "qwen3_next", modules, layer_types=kinds, sliding_window=8)
+    assert read_mtp(tmp_path, TARGET).config.num_modules == 1
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path):
