@@ -240,4 +240,4 @@ def _piece(target: LoadedModel, before: Sequence[int], token: int) -> str:
     if target.tokenizer is None:
         return str(token)
     text = target.tokenizer.decode_after(before, [token])
-    return text or target.tokenizer.special_name(token) or ""
+    return text or target.tokenizer.special_texts.get(token, "")

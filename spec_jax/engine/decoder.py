@@ -67,10 +67,8 @@ def start(
     if options.num_samples is not None:
         samples, is_single = check_integer("num_samples", options.num_samples, 1), False
         ids = [prompt for prompt in ids for _ in range(samples)]
-    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop)
-    if "" in stops:
-        raise ConfigError("a stop string is empty")
-    if (stops or has_pieces) and target.tokenizer is None:
+    stops = request.stop_strings(target, options.stop)
+    if has_pieces and target.tokenizer is None:
         raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
     check_samplers(sampler=options.sampler, draft_sampler=options.draft_sampler)
     samplers = parts.target_sampler if options.sampler is None else options.sampler
@@ -375,7 +373,8 @@ class SpeculativeDecoder(Shown):
             a list of them. The target's chat template turns them into prompts.
           max_length: maximum tokens of a row, prompt and output together; in place of
             max_new_tokens.
-          stop: strings at which a row ends; the text is cut before them.
+          stop: strings at which a row ends; the text is cut before them. A special token in one,
+            such as "<|im_end|>", is matched by its id, though the text leaves it out.
           stop_tokens: ids at which a row ends; by default the target's own.
           sampler: replaces the decoder's; one for all rows or a list with one per row.
           draft_sampler: likewise. Drafts are drawn anew for each seed of the target; the seed of a

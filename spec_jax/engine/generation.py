@@ -122,7 +122,7 @@ class Trace:
             if self.expected and not math.isnan(self.expected[i]):
                 hint += f", accepted with probability {self.expected[i]:.2f}"
             if self.tokenizer is not None and not text:
-                text = self.tokenizer.special_name(tokens[i]) or ""
+                text = self.tokenizer.special_texts.get(tokens[i], "")
             rejected = None
             if self.rejected[i] >= 0:
                 rejected = self._draft([*self.prompt, *tokens[:i]], self.rejected[i])
@@ -134,7 +134,7 @@ class Trace:
         if self.tokenizer is None:
             return str(token)
         text = self.tokenizer.decode_after(context[-_CONTEXT:], [token])
-        return text or self.tokenizer.special_name(token) or ""
+        return text or self.tokenizer.special_texts.get(token, "")
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the tokens of each round; returns the figure, see ``plots.plot_rounds``."""

@@ -36,8 +36,9 @@ from spec_jax.engine.request import (
     make_request,
     refuse_options,
     slots_for,
+    stop_strings,
 )
-from spec_jax.engine.session import ROUNDS_UNWATCHED
+from spec_jax.engine.session import ROUNDS_TO_STOPS, ROUNDS_UNWATCHED
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError, PromptError
@@ -97,6 +98,7 @@ class DecodeQueue:
       max_new_tokens: maximum output tokens of a row; by default the limit of the decoder's config,
         else 128.
       max_length: maximum tokens of a row, prompt and output together; in place of max_new_tokens.
+      stop: strings at which a row ends, as in ``generate``.
       stop_tokens: ids at which a row ends; by default the target's own.
       sampler: replaces the decoder's: one, or several that are used in turn; ``sampler_of`` returns
         the sampler and seed of a prompt.
@@ -124,6 +126,7 @@ class DecodeQueue:
         max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         max_length: int | None = None,
+        stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
         sampler: Samplers | None = None,
         draft_sampler: Samplers | None = None,
@@ -158,6 +161,8 @@ class DecodeQueue:
         is_own = bool(drafts)  # then its seed is folded into the request's, and does not count up
         drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
         self._draft_sampler = _in_turn(drafts, vocab_size, counts_up=not is_own)
+        self._stops = stop_strings(decoder.target, stop)
+        self._trackers: dict[int, TextTracker] = {}  # of the rows that decode
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
         self._cancellation = decoder.row_cancellation(cancellation_token, 1)
         self._is_empty, self._error = False, None
@@ -202,8 +207,11 @@ class DecodeQueue:
                 state, is_over = self._feed(state, rows)
                 if not rows:
                     break
-                ending = jnp.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, jnp.int32)
+                ending = np.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, np.int32)
+                stopped = {*free} - {*rows} | self._waiting  # on the host, and perhaps active yet
+                ending[[*stopped]] = Finish.STOP_STRING
                 num_rounds = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
+                num_rounds = min(num_rounds, ROUNDS_TO_STOPS) if self._stops else num_rounds
                 num_rounds = 1 if self._cancellation.is_watched else num_rounds
                 args = (state, ending, num_rounds, len(rows) - len(self._waiting))
                 state, chunk = self._timed("decode_s", self._engine.generate, *args)
@@ -212,16 +220,29 @@ class DecodeQueue:
                 self._error = error
                 break
             yield from map(self._collect, finished)  # the host's work, while the device decodes
-            finish = np.asarray(chunk.finish)
+            finish = self._look(chunk, rows)
             self._decoder.count(Stats(decode_s=time.perf_counter() - begin))
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             waiting = self._waiting
             free = [row for row in rows if finish[row] != Finish.RUNNING and row not in waiting]
             read = lambda row: self._timed("decode_s", self._engine.read, state, row)
-            finished = [(rows.pop(row), read(row)) for row in free]
+            finished = [(rows.pop(row), read(row), self._trackers.pop(row)) for row in free]
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error
+
+    def _look(self, chunk: decoding.Chunk, rows: dict[int, _Request]) -> np.ndarray:
+        """Returns each row's ``Finish``, also of rows that a stop string ends."""
+        finish, tokenizer = np.array(chunk.finish), self._decoder.target.tokenizer
+        for row in set(rows) - self._waiting:
+            if row not in self._trackers:
+                self._trackers[row] = TextTracker(tokenizer, [rows[row][1]], self._stops)
+            if self._stops:
+                part = slice(row, row + 1)
+                seen = (np.asarray(x)[part] for x in (chunk.tokens, chunk.total))
+                (ending,) = self._trackers[row].look(*seen, finish[part])
+                finish[row] = ending if finish[row] == Finish.RUNNING else finish[row]
+        return finish
 
     def _pull(self, limit: int) -> list[_Request]:
         found = []
@@ -370,12 +391,13 @@ class DecodeQueue:
         else:
             self._usage = self._usage.plus(row_rounds, useful)
 
-    def _collect(self, finished: tuple[_Request, decoding.Record]) -> tuple[int, Generation]:
-        (index, ids), record = finished
-        tracker = TextTracker(self._decoder.target.tokenizer, [ids])
+    def _collect(
+        self, finished: tuple[_Request, decoding.Record, TextTracker]
+    ) -> tuple[int, Generation]:
+        (index, ids), record, tracker = finished
         generation = collect(jax.device_get(record), tracker, 0, self._engine.system)
         self._engine.remember(generation.tokens)
-        finish, system = Finish(int(record.finish)), self._engine.system
+        finish, system = Finish[generation.finish_reason.upper()], self._engine.system
         raised = find_raised(finish, system, (*ids, *generation.tokens))
         sampler = sampler_of(self._samplers, index)
         processor = find_forbidding(finish, system, sampler, ids, generation.tokens)

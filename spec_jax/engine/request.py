@@ -136,6 +136,22 @@ def encode_all(
     return ids, is_single
 
 
+def stop_strings(target: LoadedModel, stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the strings at which a row ends, checked.
+
+    Raises:
+      ConfigError: one is empty or no text, or there is no tokenizer.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) for text in stops):
+        raise ConfigError(f"stop is {stop!r:.80}; expected a text or a list of texts")
+    if "" in stops:
+        raise ConfigError("a stop string is empty")
+    if stops and target.tokenizer is None:
+        raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
+    return stops
+
+
 def is_one_prompt(prompts: Any) -> bool:
     """Whether this is a prompt by itself, not a collection of them: a text, ids or messages."""
     if isinstance(prompts, str):

@@ -27,7 +27,7 @@ from spec_jax.sampling import Samplers
 
 # Rounds of a step: with stop strings to find; and without streaming, so that a cancellation
 # token that is requested during the call is still seen.
-_ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
+ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
 _DELAY_S = 2.0  # before a bar appears unasked
 _EVERY_S = 5.0  # between two lines where there is no bar
 
@@ -156,7 +156,7 @@ class Session:
             return self._rounds_per_sync
         is_watched = self._tracker.has_pieces or self._cancellation.is_watched
         limit = 1 if is_watched else ROUNDS_UNWATCHED
-        return min(limit, _ROUNDS_TO_STOPS) if self._tracker.is_needed else limit
+        return min(limit, ROUNDS_TO_STOPS) if self._tracker.is_needed else limit
 
     def _prefill(self) -> None:
         with Timed() as layout:  # lays weights out: no part of the times

@@ -26,6 +26,14 @@ class _Known(NamedTuple):
     text: str = ""
 
 
+class _Special(NamedTuple):
+    """A special token of a row's output, which the text leaves out."""
+
+    index: int
+    before: str  # the text before it
+    content: str
+
+
 # New tokens after which the known text is extended, and known tokens that are decoded along with
 # new ones, since a token's text may depend on those before it.
 _STRETCH, _CONTEXT = 64, 64
@@ -40,7 +48,9 @@ class TextTracker:
     Args:
       tokenizer: None where there is no text to follow.
       prompts: ids of every row.
-      stops: strings at which a row ends.
+      stops: strings at which a row ends. In one that holds a special token, such as "<|end|>" or
+        "Bye.<|end|>", it is matched by its id too: such a string is looked for in the text with its
+        special tokens.
       has_pieces: collect the text's pieces.
     """
 
@@ -56,6 +66,10 @@ class TextTracker:
         self.has_pieces, self._pieces = has_pieces, []
         self._sent = [0] * len(prompts)  # characters
         self._known = [_Known()] * len(prompts)
+        texts = () if tokenizer is None else tokenizer.special_texts.values()
+        self._special_stops = [stop for stop in stops if any(text in stop for text in texts)]
+        self._specials: list[list[_Special]] = [[] for _ in prompts]
+        self._num_scanned = [0] * len(prompts)  # tokens in which special ones were looked for
         self._cut: dict[int, _Cut] = {}
         self._ended: set[int] = set()
 
@@ -118,21 +132,43 @@ class TextTracker:
             self._known[row] = _Known(len(ids), known.text + text)
         return known.text + text
 
-    def _first_stop(self, text: str) -> int | None:
-        found = [at for at in map(text.find, self._stops) if at >= 0]
-        return min(found) if found else None
+    def _scan(self, row: int, ids: list[int]) -> None:
+        """Notes the special tokens of new ids."""
+        texts, begin = self._tokenizer.special_texts, self._num_scanned[row]
+        for index, token in enumerate(ids[begin:], begin):
+            if token in texts:
+                before = self._text(row, ids[:index], Finish.CANCELLED)  # whole characters
+                self._specials[row].append(_Special(index, before, texts[token]))
+        self._num_scanned[row] = len(ids)
+
+    def _before_stop(self, row: int, ids: list[int], end: Finish) -> str | None:
+        """Returns the text before the first stop string in it; None without one."""
+        text = self._text(row, ids, end)
+        places = [text.find(stop) for stop in self._stops if stop not in self._special_stops]
+        specials = [special for special in self._specials[row] if special.index < len(ids)]
+        if specials:
+            text = max(text, specials[-1].before, key=len)
+        shown = _with_specials(text, specials)
+        starts = [shown.find(stop) for stop in self._special_stops]
+        places += [_without_specials(start, specials) for start in starts if start >= 0]
+        places = [place for place in places if place >= 0]
+        return text[: min(places)] if places else None
 
     def _find_stop(self, row: int, ids: list[int], end: Finish) -> None:
-        text_of = lambda n: self._text(row, ids[:n], end if n == len(ids) else Finish.RUNNING)
-        if self._first_stop(text_of(len(ids))) is None:
+        if self._special_stops:
+            self._scan(row, ids)
+
+        def before_stop(n: int) -> str | None:
+            return self._before_stop(row, ids[:n], end if n == len(ids) else Finish.RUNNING)
+
+        if before_stop(len(ids)) is None:
             return
         low, high = 1, len(ids)  # the fewest tokens whose settled text holds a stop string
         while low < high:
             middle = (low + high) // 2
-            has_stop = self._first_stop(text_of(middle)) is not None
+            has_stop = before_stop(middle) is not None
             low, high = (low, middle) if has_stop else (middle + 1, high)
-        text = text_of(low)
-        self._cut[row] = _Cut(low, text[: self._first_stop(text)], Finish.STOP_STRING)
+        self._cut[row] = _Cut(low, before_stop(low), Finish.STOP_STRING)
 
     def _send(self, row: int, ids: list[int], end: Finish) -> None:
         text = self._cut[row].text if row in self._cut else self._text(row, ids, end)
@@ -149,3 +185,21 @@ class TextTracker:
             return self._cut[row]
         text = None if self._tokenizer is None else self._text(row, ids, end)
         return len(ids), text, end
+
+
+def _with_specials(text: str, specials: Sequence[_Special]) -> str:
+    """Returns a text with its special tokens."""
+    ends = [0, *(len(special.before) for special in specials)]
+    pieces = [text[a:b] + x.content for a, b, x in zip(ends, ends[1:], specials)]
+    return "".join([*pieces, text[ends[-1] :]])
+
+
+def _without_specials(place: int, specials: Sequence[_Special]) -> int:
+    """Returns where a place of the text with its special tokens is in the text without them."""
+    num_left_out = 0
+    for special in specials:
+        begin = len(special.before) + num_left_out
+        if place < begin + len(special.content):
+            return min(place - num_left_out, len(special.before))
+        num_left_out += len(special.content)
+    return place - num_left_out

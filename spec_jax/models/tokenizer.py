@@ -155,10 +155,11 @@ class Tokenizer:
         """Returns the id of a token, or None if the vocabulary lacks it."""
         return self.backend.token_to_id(token)
 
-    def special_name(self, index: int) -> str | None:
-        """Returns the text of a special token, which ``decode`` leaves out; None for any other."""
-        token = self.backend.get_added_tokens_decoder().get(index)
-        return token.content if token is not None and token.special else None
+    @functools.cached_property
+    def special_texts(self) -> dict[int, str]:
+        """The texts of all special tokens, which ``decode`` leaves out, by their ids."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {index: token.content for index, token in added if token.special}
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, with the special tokens that the tokenizer itself adds."""

@@ -101,6 +101,8 @@ CONFIGS_REFUSED = [
     (lambda: call(new=True), "max_new_tokens is True"),
     (lambda: call(stop=""), "stop string is empty"),
     (lambda: call(stop="x", target=MOCK), "no tokenizer"),
+    (lambda: call(stop=["x", 3]), r"stop is \['x', 3\]; expected a text or a list of texts"),
+    (lambda: DecodeQueue(decoder(), [[1]], batch=1, stop=""), "stop string is empty"),
     (lambda: decoder(target=MOCK).stream([1]), "no tokenizer"),
     (lambda: decoder().warmup(0, 8), "a prompt's length is 0; expected"),
     (lambda: decoder().warmup(4, 8, batch=0), "batch is 0; expected"),

@@ -7,11 +7,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.circle import CIRCLE, FEW, NEW, TEXT, check_counts, check_whole
+from support.circle import CIRCLE, FEW, NEW, TEXT, V, check_counts, check_whole
 
-from spec_jax import Cancelled, SamplerConfig, decoding
+from spec_jax import Cancelled, DecodeQueue, SamplerConfig, decoding
 
 
 @pytest.mark.exhaustive
@@ -66,6 +67,27 @@ def test_rows_of_a_batch_stream_and_finish_for_themselves(decoder):
     assert [pieces[0], pieces[1]] == [row.text for row in rows] == ["é數", ""]
     rows = decoder.generate(["數", "a"], max_length=20)
     assert [len(row.tokens) for row in rows] == [17, 19]
+
+
+def test_calls_streams_and_queues_end_at_a_special_token_of_a_stop_string(decoder):
+    table, data = decoder.target.params["logits"].copy(), CIRCLE.encode()
+    end = decoder.target.tokenizer.token_id("</s>")  # comes after the circle, which then goes on
+    table[data[-1]], table[end] = (9 * np.eye(V)[i] for i in (end, data[0]))
+    decoder = decoder.with_params({"logits": jnp.asarray(table)})
+    prompts, stops = ["a", "數"], ["🎉</s>", "</s>aé", "🎉a"]
+    rows = decoder.generate(prompts, NEW, stop=stops)
+    assert [row.text for row in rows] == ["é數", ""]
+    assert {row.finish_reason for row in rows} == {"stop_string"}
+    pieces = ["", ""]
+    for row, piece in decoder.stream(prompts, NEW, stop=stops):
+        pieces[row] += piece
+    assert pieces == ["é數", ""]
+    decoder.reset_stats()
+    options = dict(batch=2, max_prompt_tokens=4, max_new_tokens=NEW)
+    found = dict(DecodeQueue(decoder, [*prompts, "a"], stop=stops, **options))
+    whole = lambda row: (row.text, row.tokens, row.finish_reason, row.stats.emitted)
+    assert [whole(found[i]) for i in range(3)] == [whole(rows[i]) for i in (0, 1, 0)]
+    assert decoder.stats.emitted == sum(len(row.tokens) for row in found.values())
 
 
 def test_an_error_of_the_callback_reaches_the_caller_and_the_decoder_survives(decoder):

@@ -252,7 +252,7 @@ def _shown(target: LoadedModel, token: int) -> str:
     tokenizer = target.tokenizer
     if tokenizer is None:
         return f"id {token}"
-    return f"id {token} ({tokenizer.special_name(token) or tokenizer.decode([token])!r})"
+    return f"id {token} ({tokenizer.special_texts.get(token) or tokenizer.decode([token])!r})"
 
 
 def _top2_gap(logits: np.ndarray | None) -> float | None:
