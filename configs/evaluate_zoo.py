@@ -32,6 +32,8 @@ def get_config() -> ConfigDict:
     # Questions: humaneval, gsm8k, mtbench, specbench, or a file; "pieces" or "functions" of
     # held-out modules of the standard library.
     config.data = "pieces"
+    # Variables of the target's chat template, as JSON: {"enable_thinking": false}; empty: none.
+    config.chat_template_kwargs = ""
     config.categories = ()  # categories or groups to choose from, such as translation; empty: all
     config.num_prompts = 32  # questions, at even distances; 0: all
     config.prompt_tokens = 64  # length of a held-out piece

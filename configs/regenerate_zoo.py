@@ -28,6 +28,8 @@ def get_config() -> ConfigDict:
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh
     config.prompts = ""  # a file; empty: pieces of the standard library's training split
+    # Variables of the target's chat template, as JSON: {"enable_thinking": false}; empty: none.
+    config.chat_template_kwargs = ""
     config.held_out_share = 0.02  # of conversations, skipped: those that train_head holds out
     config.num_prompts = 2000  # 0: all of a file; may change between runs
     config.min_prompt_tokens = 8  # of the pieces

@@ -82,6 +82,8 @@ def get_config() -> ConfigDict:
             "text_share": 0.5,  # of the windows that are text, not responses
             "tests_share": 0.25,  # of the standard library's own tests
             "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
+            # Variables of the chat template, as JSON: {"enable_thinking": false}; empty: none.
+            "chat_template_kwargs": "",
             "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
             # A token sees its own document alone, whose positions begin at 0, as in decoding. Off:
             # all before it in its window, as the zoo's heads were trained. Targets that keep a

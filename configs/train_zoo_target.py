@@ -30,6 +30,8 @@ def get_config() -> ConfigDict:
             "text": "stdlib",  # the library's source; or files and folders, comma-separated
             "tests_share": 0.25,  # of the standard library's own tests
             "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
+            # Variables of the chat template, as JSON: {"enable_thinking": false}; empty: none.
+            "chat_template_kwargs": "",
             "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them
         }
     )

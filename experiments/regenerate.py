@@ -96,7 +96,9 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
     layers = dict(scan_layers=config.scan_layers, attention=config.attention)
     load = functools.partial(load_model, dtype=config.dtype, mesh=where.mesh, **layers)
-    target, draft, speculative = load(config.target), None, None
+    variables = cli.json_object(config, "chat_template_kwargs")
+    target = load(config.target).with_chat_template_kwargs(variables)
+    draft, speculative = None, None
     if config.draft:
         has_model = config.draft not in copying_methods()
         method = "standalone" if has_model else config.draft

@@ -116,6 +116,7 @@ def load_model(
     except (ConfigError, WeightsError) as error:
         _explain_a_draft(name_or_path, directory, error)
         raise
+    generation = directory / "generation_config.json"
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
@@ -137,6 +138,7 @@ def load_model(
         config=config,
         stop_tokens=config.eos_token_id,
         notes=notes,
+        generation_config=read_json(generation) if generation.exists() else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -307,3 +308,35 @@ def test_flat_names_are_attributes():
     assert SpeculativeConfig().synthetic_acceptance_rate is None
     with pytest.raises(AttributeError, match="ngram_most"):
         _ = config.ngram_most
+
+
+SAMPLED = {"do_sample": True}
+GENERATION = [  # the object of generation_config.json
+    ({}, {}),
+    ({"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2]}, {}),  # without do_sample: greedy
+    (SAMPLED, dict(temperature=1.0, top_k=50)),
+    ({**SAMPLED, "temperature": 0.6, "top_k": 0}, dict(temperature=0.6)),
+    ({**SAMPLED, "top_p": None, "typical_p": 1.0}, dict(temperature=1.0, top_k=50)),
+    ({"repetition_penalty": 1.1, "num_beams": 1}, dict(repetition_penalty=1.1)),
+]
+UNSUPPORTED = [
+    {"typical_p": 0.9},
+    {"num_beams": 4},
+    {"no_repeat_ngram_size": 3},
+    {"suppress_tokens": [1]},
+    {"chat_format": "chatml"},
+    {**SAMPLED, "temperature": "hot"},
+    {**SAMPLED, "top_p": 2.0},
+]
+
+
+@pytest.mark.parametrize(("stated", "expected"), GENERATION)
+def test_the_sampling_of_a_generation_config_is_that_of_transformers(stated, expected):
+    assert SamplerConfig.from_generation_config(stated) == SamplerConfig(**expected)
+
+
+@pytest.mark.parametrize("stated", UNSUPPORTED, ids=json.dumps)
+def test_what_a_generation_config_states_and_we_lack_is_refused_by_name(stated):
+    name, value = [*stated.items()][-1]
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}")):
+        SamplerConfig.from_generation_config(stated)

@@ -170,6 +170,7 @@ class Setup(NamedTuple):
             sources.check(config.data)
         devices = MeshOptions.of(config)
         dtypes = config.dtype.split(",")
+        variables = cli.json_object(config, "chat_template_kwargs")
         target = load_model(
             config.target,
             dtypes[0],
@@ -177,6 +178,7 @@ class Setup(NamedTuple):
             attention=config.attention,
             mesh=devices.mesh,
         )
+        target = target.with_chat_template_kwargs(variables)
         drafts, ks, notes = _load_drafts(config, target, devices)
         rule = _custom_rule(config)
         loaded = [d for d in drafts.values() if d is not None and not isinstance(d, Drafter)]

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from experiments.run import config_help, distributed
 from spec_jax import compilation, processes
 from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
+from spec_jax.models.files import parse_json
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -153,6 +154,21 @@ def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
         section = config[prefix] if prefix else config
         full = f"{prefix}.{name}" if prefix else name
         require(section[name] >= 1, config, full, "a positive integer")
+
+
+def json_object(config: ConfigDict, name: str) -> dict[str, Any]:
+    """Returns the object that a text of a config holds as JSON; an empty one for no text.
+
+    Raises:
+      ConfigError: It is not JSON, or no object.
+    """
+    try:
+        value = parse_json(config[name] or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON ({error}): {config[name]!r:.80}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {config[name]!r:.80}; expected a JSON object")
+    return value
 
 
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:

@@ -80,8 +80,10 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
     """
     if data.text == STDLIB:
         return tuple(_of_library(split, data, tokenizer) for split in SPLITS)
+    tokenizer = tokenizer.with_chat_template_kwargs(cli.json_object(data, "chat_template_kwargs"))
     about = {
         "paths": _paths(data),
+        "chat_template_kwargs": tokenizer.chat_template_kwargs or None,
         "held_out_share": data.held_out_share,
         "max_length": data.max_length,
     }
@@ -282,6 +284,8 @@ def prompts(
         loaded = questions.load(path, num_prompts)
         for note in loaded.notes:
             print(note, flush=True)
+        variables = cli.json_object(data, "chat_template_kwargs")
+        target = target.with_chat_template_kwargs(variables)
         return fit(loaded.chosen, target, max_new_tokens, None)[0]
     room = room_for_prompt(target, max_new_tokens, prompt_tokens)
     return held_out_prompts(corpus, num_prompts, room)

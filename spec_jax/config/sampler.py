@@ -58,6 +58,33 @@ class SamplerConfig(ConfigRecord):
 
     __repr__ = short_repr("temperature")
 
+    @classmethod
+    def from_generation_config(cls, stated: Mapping[str, Any]) -> SamplerConfig:
+        """Reads the object of a generation_config.json as transformers does.
+
+        What is left out, or null, is what transformers takes: greedy without ``do_sample``, else
+        temperature 1 and the 50 likeliest tokens.
+
+        Args:
+          stated: the parsed file. Limits, stop tokens and the like are not read.
+
+        Raises:
+          ConfigError: a value is out of range, or an option is stated that is not supported.
+        """
+        stated = {name: value for name, value in stated.items() if value is not None}
+        for name, value in stated.items():
+            is_read = name in (*_GENERATION, "repetition_penalty", *_IRRELEVANT)
+            if not is_read and value not in _NEUTRAL.get(name, ()):
+                raise ConfigError(
+                    f"{name} is {value!r:.80}, which is not supported; give a SamplerConfig"
+                )
+        penalty = {"repetition_penalty": stated.get("repetition_penalty", 1.0)}
+        if not stated.get("do_sample", False):
+            return cls(**penalty)
+        return cls(
+            **{name: stated.get(name, usual) for name, usual in _GENERATION.items()}, **penalty
+        )
+
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name in (
@@ -85,6 +112,58 @@ class SamplerConfig(ConfigRecord):
         is_seed = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
         is_seed = is_seed and 0 <= self.seed < 2**32
         check(is_seed, "seed", self.seed, "an integer in [0, 2**32)")
+
+
+# What generation_config.json may hold without changing which tokens are drawn: any value of these,
+_IRRELEVANT = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "max_length",
+    "max_new_tokens",
+    "max_time",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "return_dict_in_generate",
+    "renormalize_logits",
+    "length_penalty",
+    "early_stopping",
+    "transformers_version",
+    "_from_model_config",
+    "disable_compile",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)
+# and these values of others.
+_NEUTRAL = {
+    "do_sample": (True, False),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "diversity_penalty": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "remove_invalid_values": (False,),
+    "token_healing": (False,),
+}
+_GENERATION = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # as transformers has
 
 
 def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:

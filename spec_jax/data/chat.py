@@ -11,11 +11,14 @@ from typing import Any
 
 from spec_jax.data import template_process
 from spec_jax.data.template_program import MARKS, stated_time
-from spec_jax.errors import ConfigError
+from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.models.files import check_depth
 from spec_jax.models.tokenizer import Tokenizer
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Names that every rendering sets, or that are functions.
+_OF_CONVERSATIONS = ("messages", "add_generation_prompt")
+_FUNCTIONS = ("raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler")
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -48,13 +51,15 @@ class ChatTemplate:
 
         Args:
           tokenizer: A tokenizer that ``Tokenizer.from_directory`` loaded.
-          variables: More variables, such as ``enable_thinking``: JSON values. They override
-            special tokens.
+          variables: More variables, such as ``enable_thinking``: JSON values. They override those
+            of the tokenizer, which override special tokens. ``tools`` and ``documents`` are of
+            conversations that have none of their own.
           name: The name of the template, if there are several.
           now: The time that ``strftime_now`` shows. None means the time of this call.
 
         Raises:
-          ConfigError: The tokenizer has no chat template, or none of that name.
+          ConfigError: The tokenizer has no chat template, or none of that name; or the template
+            does not read one of the variables.
         """
         sources = tokenizer.chat_templates
         if not sources:
@@ -62,13 +67,13 @@ class ChatTemplate:
                 "the tokenizer has no chat template; expected chat_template.jinja beside "
                 "tokenizer.json, or chat_template in tokenizer_config.json"
             )
+        chosen = {**tokenizer.chat_template_kwargs, **(variables or {})}
         template = cls(
-            sources,
-            {**tokenizer.special_tokens, **(variables or {})},
-            name,
-            now or datetime.datetime.now(),
+            sources, {**tokenizer.special_tokens, **chosen}, name, now or datetime.datetime.now()
         )
         template.source()
+        if chosen:
+            template._check_variables(chosen)
         return template
 
     def source(self, *, has_tools: bool = False) -> str:
@@ -80,7 +85,7 @@ class ChatTemplate:
         Raises:
           ConfigError: There is no template of that name, or no default one.
         """
-        name = self.name
+        name, has_tools = self.name, has_tools or self.variables.get("tools") is not None
         if name is None:
             name = "tool_use" if has_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
@@ -157,7 +162,25 @@ class ChatTemplate:
             )
         return text, sorted(spans)
 
+    def _check_variables(self, chosen: Mapping[str, Any]) -> None:
+        """Raises a ConfigError if a chosen variable has no effect, or is set by every rendering."""
+        read = {name for has in (False, True) for name in self._ask(has, None)["names"]}
+        for name, value in chosen.items():
+            is_list = isinstance(value, (list, tuple)) and all(isinstance(x, dict) for x in value)
+            if name in ("tools", "documents") and not is_list and value is not None:
+                raise ConfigError(
+                    f"{name} of the chat template are {value!r:.60}; expected objects"
+                )
+            if name in _OF_CONVERSATIONS or name not in (*read, "documents"):
+                known = sorted(read - {*_OF_CONVERSATIONS, *_FUNCTIONS})
+                raise ConfigError(
+                    f"the chat template does not read the variable {name!r}"
+                    f"{did_you_mean(name, known)}; it reads {', '.join(known) or 'none'}"
+                )
+
     def _render(self, messages, tools, documents, add_generation_prompt, marks) -> str:
+        tools = self.variables.get("tools") if tools is None else tools
+        documents = self.variables.get("documents") if documents is None else documents
         if not messages:
             raise ConfigError("the conversation has no message; expected at least one")
         try:

@@ -55,21 +55,21 @@ def main() -> None:
 
 
 def answer_of(request: dict) -> dict:
-    """Returns the text of a template and whether it has generation blocks, or what is wrong.
+    """Returns the text of a template, or what is known of it, or what is wrong.
 
     Args:
       request: has ``source``, ``variables`` (None: the template is not rendered) and ``now``, see
         ``stated_time``.
     """
     try:
-        template, has_generation = compiled(request["source"])
+        template, has_generation, names = compiled(request["source"])
     except MemoryError:
         return {"is_too_large": True}
     except Exception as error:  # also of Python, for what Jinja lets through
         line = f"line {error.lineno}: " if getattr(error, "lineno", None) else ""
         return {"unreadable": line + _message(getattr(error, "message", None) or error)}
     if request["variables"] is None:
-        return {"has_generation": has_generation}
+        return {"has_generation": has_generation, "names": names}
     try:
         show = {"strftime_now": read_time(request["now"]).strftime}
         pieces, length = [], 0
@@ -229,12 +229,14 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 @functools.lru_cache(maxsize=32)
 def compiled(source: str):
-    """Returns the template of a text, and whether it has generation blocks."""
-    from jinja2 import nodes
+    """Returns the template of a text, whether it has generation blocks, and the names it reads."""
+    from jinja2 import meta, nodes
 
     sandbox = _sandbox()
-    found = sandbox.parse(source).find_all(nodes.ExtensionAttribute)
-    return sandbox.from_string(source), any(node.name == "_marked" for node in found)
+    tree = sandbox.parse(source)
+    has_generation = any(node.name == "_marked" for node in tree.find_all(nodes.ExtensionAttribute))
+    names = sorted(meta.find_undeclared_variables(tree))
+    return sandbox.from_string(source), has_generation, names
 
 
 if __name__ == "__main__":

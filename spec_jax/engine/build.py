@@ -23,6 +23,7 @@ from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, plain_rule
 from spec_jax.engine.engine import Engine
+from spec_jax.engine.request import named_sampler
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import has_copies, mesh_of, mesh_text, to_mesh, without_copies
@@ -204,7 +205,7 @@ def make_parts(
     draft: LoadedModel | LoadedHead | None,
     config: SpeculativeConfig | AsyncSpecConfig | None,
     *,
-    target_sampler: Samplers | None,
+    target_sampler: Samplers | str | None,
     draft_sampler: Samplers | None,
     drafter: Drafter | Callable | str | None,
     rule: Rule | Callable | str | None,
@@ -232,6 +233,7 @@ def make_parts(
     if draft is not None:
         check_loaded("draft", draft, LoadedModel | LoadedHead)
     where, target, draft, is_draft_whole = place(target, draft, mesh, devices, is_draft_replicated)
+    target_sampler = named_sampler(target, target_sampler)
     config, target_sampler, draft_sampler, force_n1, max_length = _resolve_config(
         config, target_sampler, draft_sampler, force_n1, draft, drafter
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Never
 
@@ -62,7 +62,8 @@ def start(
       PromptError, ConfigError: see ``SpeculativeDecoder.generate``.
     """
     target = parts.target
-    ids, is_single = request.encode_all(target, prompts, options.messages)
+    template_kwargs = options.chat_template_kwargs
+    ids, is_single = request.encode_all(target, prompts, options.messages, template_kwargs)
     samples = 1
     if options.num_samples is not None:
         samples, is_single = check_integer("num_samples", options.num_samples, 1), False
@@ -70,8 +71,9 @@ def start(
     stops = request.stop_strings(target, options.stop)
     if has_pieces and target.tokenizer is None:
         raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
-    check_samplers(sampler=options.sampler, draft_sampler=options.draft_sampler)
-    samplers = parts.target_sampler if options.sampler is None else options.sampler
+    sampler = request.named_sampler(target, options.sampler)
+    check_samplers(sampler=sampler, draft_sampler=options.draft_sampler)
+    samplers = parts.target_sampler if sampler is None else sampler
     drafts = parts.draft_sampler if options.draft_sampler is None else options.draft_sampler
     if options.rounds_per_sync is not None:
         check_integer("rounds_per_sync", options.rounds_per_sync, 1)
@@ -110,7 +112,8 @@ class SpeculativeDecoder(Shown):
       config: what drafts, and which rule accepts; by default ``SpeculativeConfig()`` where there is
         a draft, and plain decoding for a target alone. The samplers and the limit of an
         ``AsyncSpecConfig`` become the decoder's.
-      target_sampler: how the target's tokens are drawn; greedy by default.
+      target_sampler: how the target's tokens are drawn; greedy by default, whatever the model's
+        generation_config.json states. "model": as it states.
       draft_sampler: how drafts are drawn; by default like the target's tokens; for "dflash" and
         "peagle" at temperature 0, where the independent drafts of a block are most consistent.
       drafter: a custom ``Drafter`` in place of the config's method, a function ``make(target)``
@@ -147,7 +150,7 @@ class SpeculativeDecoder(Shown):
         draft: LoadedModel | LoadedHead | None = None,
         config: SpeculativeConfig | AsyncSpecConfig | None = None,
         *,
-        target_sampler: Samplers | None = None,
+        target_sampler: Samplers | str | None = None,
         draft_sampler: Samplers | None = None,
         drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
         rule: Rule | Callable[[], Rule] | str | None = None,
@@ -320,15 +323,21 @@ class SpeculativeDecoder(Shown):
         """Returns ``{"target": ..., "draft": ...}``, see ``Engine.params``."""
         return self.engine().params(batch)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(
+        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Returns the ids of a prompt (a text, ids or a conversation), after checking them.
+
+        Args:
+          prompt: as in ``generate``.
+          chat_template_kwargs: likewise.
 
         Raises:
           PromptError: an empty prompt, text without a tokenizer, or an id outside of the
             vocabulary.
           ConfigError: a conversation that the chat template refuses, or there is no template.
         """
-        return request.encode(self.target, prompt)
+        return request.encode(self.target, prompt, chat_template_kwargs)
 
     def generate(
         self,
@@ -336,10 +345,11 @@ class SpeculativeDecoder(Shown):
         max_new_tokens: int | None = None,
         *,
         messages: Messages | Sequence[Messages] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
-        sampler: Samplers | None = None,
+        sampler: Samplers | str | None = None,
         draft_sampler: Samplers | None = None,
         seeds: Sequence[int] | None = None,
         on_token: Callable[..., None] | None = None,
@@ -371,12 +381,16 @@ class SpeculativeDecoder(Shown):
             OpenAI call max_tokens, a name that is refused here.
           messages: in place of prompts: a conversation ``[{"role": "user", "content": "Hi"}]``, or
             a list of them. The target's chat template turns them into prompts.
+          chat_template_kwargs: variables of the template in all conversations, such as
+            ``{"enable_thinking": False, "tools": [...]}``. One that it does not read is an error.
           max_length: maximum tokens of a row, prompt and output together; in place of
             max_new_tokens.
           stop: strings at which a row ends; the text is cut before them. A special token in one,
             such as "<|im_end|>", is matched by its id, though the text leaves it out.
           stop_tokens: ids at which a row ends; by default the target's own.
-          sampler: replaces the decoder's; one for all rows or a list with one per row.
+          sampler: replaces the decoder's; one for all rows or a list with one per row. "model" is
+            the sampling that the target's generation_config.json states, as transformers reads it
+            (``LoadedModel.stated_sampler``); it is not the default.
           draft_sampler: likewise. Drafts are drawn anew for each seed of the target; the seed of a
             draft sampler is folded into it, and is the same for all rows if one serves all of them.
           seeds: one per row, in place of the target samplers' own; by default these, plus the row's
@@ -426,6 +440,7 @@ class SpeculativeDecoder(Shown):
             pad_to,
             logprobs,
             num_samples,
+            chat_template_kwargs,
         )
         stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
         return stream.drain(on_token, has_progress)
@@ -475,7 +490,7 @@ class SpeculativeDecoder(Shown):
         max_length: int | None = None,
         batch: int = 1,
         num_samples: int | None = None,
-        sampler: Samplers | None = None,
+        sampler: Samplers | str | None = None,
         draft_sampler: Samplers | None = None,
         stop_tokens: Sequence[int] | None = None,
         pad_to: int = 0,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.request import Messages
@@ -18,7 +19,7 @@ class GenerateOptions:
     max_length: int | None = None
     stop: str | Sequence[str] = ()
     stop_tokens: Sequence[int] | None = None
-    sampler: Samplers | None = None
+    sampler: Samplers | str | None = None
     draft_sampler: Samplers | None = None
     seeds: Sequence[int] | None = None
     cancellation_token: CancellationToken | Sequence[CancellationToken] | None = None
@@ -26,6 +27,7 @@ class GenerateOptions:
     pad_to: int = 0
     logprobs: bool = False
     num_samples: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(GenerateOptions))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, NamedTuple, Never
 
@@ -34,6 +34,7 @@ from spec_jax.engine.request import (
     check_room,
     is_one_prompt,
     make_request,
+    named_sampler,
     refuse_options,
     slots_for,
     stop_strings,
@@ -100,8 +101,9 @@ class DecodeQueue:
       max_length: maximum tokens of a row, prompt and output together; in place of max_new_tokens.
       stop: strings at which a row ends, as in ``generate``.
       stop_tokens: ids at which a row ends; by default the target's own.
+      chat_template_kwargs: variables of the chat template, as in ``generate``.
       sampler: replaces the decoder's: one, or several that are used in turn; ``sampler_of`` returns
-        the sampler and seed of a prompt.
+        the sampler and seed of a prompt. "model" as in ``generate``.
       draft_sampler: likewise; the seeds of draft samplers do not count up, since each is folded
         into its prompt's.
       cancellation_token: ends the queue, in addition to the decoder's own token: no more prompts
@@ -128,7 +130,8 @@ class DecodeQueue:
         max_length: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
-        sampler: Samplers | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        sampler: Samplers | str | None = None,
         draft_sampler: Samplers | None = None,
         cancellation_token: CancellationToken | None = None,
         logprobs: bool = False,
@@ -140,10 +143,11 @@ class DecodeQueue:
                 "a queue refills rows, which draft and target on devices of their own cannot yet "
                 "do: build its decoder without devices"
             )
+        sampler = named_sampler(decoder.target, sampler)
         check_samplers(sampler=sampler, draft_sampler=draft_sampler)
         samplers = decoder.target_sampler if sampler is None else sampler
         drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
-        self._decoder = decoder
+        self._decoder, self._chat_template_kwargs = decoder, chat_template_kwargs
         self._engine = decoder.engine(samplers, (decoding.LOGPROBS,) if logprobs else ())
         system = self._engine.system
         self._batch = check_integer("batch", batch, 1)
@@ -268,7 +272,7 @@ class DecodeQueue:
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         try:
-            return self._decoder.encode(prompt)
+            return self._decoder.encode(prompt, self._chat_template_kwargs)
         except (ConfigError, PromptError) as error:
             hint = ""
             if isinstance(prompt, list) and _is_pair(prompt):

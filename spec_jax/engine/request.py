@@ -17,7 +17,7 @@ from spec_jax.data.records import parse_record
 from spec_jax.decoding import System
 from spec_jax.errors import ConfigError, PromptError, did_you_mean
 from spec_jax.loading import LoadedModel
-from spec_jax.sampling import Sampler
+from spec_jax.sampling import Sampler, Samplers
 from spec_jax.sharding import log_once
 
 Messages = Sequence[Mapping[str, Any]]  # a conversation: objects with a role and a content
@@ -27,16 +27,29 @@ _MAX_NEW_TOKENS = 128
 _SLOT_BUCKET = 128
 
 
-def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
+def encode(
+    target: LoadedModel, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
     """Returns the ids of a text, of ids or of a conversation, checked.
+
+    Args:
+      target: the model that they are for.
+      prompt: the text, the ids or the conversation.
+      chat_template_kwargs: of a conversation, see ``Tokenizer.with_chat_template_kwargs``.
 
     Raises:
       PromptError: an empty prompt, text without a tokenizer or that is not Unicode, or an id
         outside of the vocabulary.
-      ConfigError: a conversation that the chat template refuses, see ``encode_messages``.
+      ConfigError: a conversation that the chat template refuses, see ``encode_messages``; or
+        variables of the template for a prompt that is none.
     """
     if _is_conversation(prompt):
-        return encode_messages(target, prompt)
+        return encode_messages(target.with_chat_template_kwargs(chat_template_kwargs), prompt)
+    if chat_template_kwargs:
+        raise ConfigError(
+            f"chat_template_kwargs are given, and the prompt {prompt!r:.40} is no conversation; "
+            "give messages"
+        )
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise PromptError(_no_tokenizer(target))
@@ -107,8 +120,15 @@ def encode_all(
     target: LoadedModel,
     prompts: Prompt | Sequence[Prompt] | None,
     messages: Messages | Sequence[Messages] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[list[int]], bool]:
     """Returns the ids of every prompt or conversation, and whether a single one was given.
+
+    Args:
+      target: the model that they are for.
+      prompts: one or several.
+      messages: in their place.
+      chat_template_kwargs: see ``encode``.
 
     Raises:
       PromptError: no prompt, or one that cannot be decoded; or both prompts and messages.
@@ -130,7 +150,8 @@ def encode_all(
     if not isinstance(prompts, (str, Sequence, np.ndarray, jax.Array)):
         raise PromptError(f"the prompt {prompts!r} is neither text, ids, nor a list of these")
     is_single = is_one_prompt(prompts)
-    ids = [encode(target, p) for p in ([prompts] if is_single else prompts)]
+    every = [prompts] if is_single else prompts
+    ids = [encode(target, prompt, chat_template_kwargs) for prompt in every]
     if not ids:
         raise PromptError("the batch is empty; decoding needs at least one prompt")
     return ids, is_single
@@ -150,6 +171,11 @@ def stop_strings(target: LoadedModel, stop: str | Sequence[str]) -> tuple[str, .
     if stops and target.tokenizer is None:
         raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
     return stops
+
+
+def named_sampler(target: LoadedModel, sampler: Samplers | str | None) -> Samplers | None:
+    """Returns a sampler; in place of "model" that of the target's generation_config.json."""
+    return target.stated_sampler() if isinstance(sampler, str) and sampler == "model" else sampler
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Model
+from spec_jax.errors import ConfigError
 from spec_jax.meshes import mesh_of, mesh_text, to_mesh
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
@@ -31,6 +35,7 @@ class LoadedModel(Shown):
       stop_tokens: ids that end a row.
       method: the name of the drafter kind that drafts with it, where it is a draft.
       notes: sentences on how an ambiguous checkpoint was read.
+      generation_config: the object of generation_config.json; None: there is none.
     """
 
     name: str
@@ -41,6 +46,7 @@ class LoadedModel(Shown):
     stop_tokens: tuple[int, ...] = ()
     method: str = "standalone"
     notes: tuple[str, ...] = ()
+    generation_config: Mapping[str, Any] | None = None
 
     @property
     def max_length(self) -> int:
@@ -55,6 +61,38 @@ class LoadedModel(Shown):
         is_tied = self.config.tie_word_embeddings
         has_panels = family_of(self.config).has_panels
         return CpuLayout(self.params, is_tied=is_tied, has_panels=has_panels)
+
+    def with_chat_template_kwargs(self, variables: Mapping[str, Any] | None) -> LoadedModel:
+        """Returns the model whose chat template reads these variables in every conversation.
+
+        Args:
+          variables: see ``Tokenizer.with_chat_template_kwargs``.
+
+        Raises:
+          ConfigError: there is no tokenizer, or it is no mapping.
+        """
+        if not variables:
+            return self
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.name} has no tokenizer, so it has no chat template")
+        tokenizer = self.tokenizer.with_chat_template_kwargs(variables)
+        return dataclasses.replace(self, tokenizer=tokenizer)
+
+    def stated_sampler(self) -> SamplerConfig:
+        """Returns how generation_config.json says that tokens are drawn.
+
+        Raises:
+          ConfigError: there is no such file, or it states an option that is not supported.
+        """
+        if self.generation_config is None:
+            raise ConfigError(
+                f"{self.name} has no generation_config.json, which sampler='model' reads; give a "
+                "SamplerConfig"
+            )
+        try:
+            return SamplerConfig.from_generation_config(self.generation_config)
+        except ConfigError as error:
+            raise ConfigError(f"generation_config.json of {self.name}: {error}") from error
 
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedModel:
         """Returns the model with its weights on a mesh, replicated for a model without a config.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -29,11 +30,36 @@ class Tokenizer:
       backend: the ``tokenizers.Tokenizer`` of tokenizer.json.
       config: the object of tokenizer_config.json. Chat templates are ``config["chat_template"]``,
         wherever they were stored.
+
+    Attributes:
+      chat_template_kwargs: variables of the chat templates, see ``with_chat_template_kwargs``.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None):
         self.backend = _whole(backend)
         self.config = dict(config or {})
+        self.chat_template_kwargs: dict[str, Any] = {}
+
+    def with_chat_template_kwargs(self, variables: Mapping[str, Any] | None) -> Tokenizer:
+        """Returns the tokenizer with more variables for its chat templates.
+
+        Args:
+          variables: JSON values, such as ``{"enable_thinking": False}``; ``tools`` are the JSON
+            schemas of functions, for conversations that have none of their own.
+
+        Raises:
+          ConfigError: it is no mapping.
+        """
+        if not variables:
+            return self
+        if not isinstance(variables, Mapping):
+            raise ConfigError(
+                f"chat_template_kwargs is {variables!r:.80}; expected an object, such as "
+                "{'enable_thinking': False}"
+            )
+        other = copy.copy(self)
+        other.chat_template_kwargs = {**self.chat_template_kwargs, **variables}
+        return other
 
     @classmethod
     def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from support.chat_templates import CHATML, LLAMA3, byte_level
+from support.chat_templates import CHATML, LLAMA3, THINKING, byte_level
 
-from spec_jax import DecodeQueue, SpeculativeDecoder, testing
+from spec_jax import DecodeQueue, SamplerConfig, SpeculativeDecoder, testing
 from spec_jax.data.questions import Question
+from spec_jax.data.records import Conversation
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation.prompts import PromptEncoder
 
@@ -66,6 +67,77 @@ def test_streams_and_queues_take_conversations(decoder):
 def test_experiments_encode_a_conversation_likewise(decoder):
     prompt = Question("talk", turns=(tuple(TALK),))
     assert PromptEncoder(decoder.target)(prompt) == decoder.encode(TALK)
+
+
+SCHEMA = {"type": "function", "function": {"name": "add"}}
+QUICK = {"enable_thinking": False}
+
+
+def test_variables_of_the_template_reach_it_from_calls_queues_and_experiments(decoder):
+    decoder, text = with_tokenizer(decoder, byte_level(THINKING)), "<|im_start|>assistant\n"
+    target, decode = decoder.target, decoder.target.tokenizer.backend.decode
+    plain, quick = decoder.encode(HELLO), decoder.encode(HELLO, QUICK)
+    assert decode(quick[len(plain) :], skip_special_tokens=False) == "<think>\n\n</think>\n\n"
+    assert decode(plain, skip_special_tokens=False).endswith(text)
+    tools = {**QUICK, "tools": [SCHEMA]}
+    shown = decode(decoder.encode(HELLO, tools), skip_special_tokens=False)
+    assert shown.startswith(
+        '<|im_start|>system\n[{"type": "function", "function": {"name": "add"}}]'
+    )
+    row = decoder.generate(messages=HELLO, chat_template_kwargs=QUICK, max_new_tokens=6)
+    assert row.trace.prompt == tuple(quick)
+    options = dict(batch=1, max_prompt_tokens=64, max_new_tokens=6, chat_template_kwargs=QUICK)
+    assert dict(DecodeQueue(decoder, [HELLO], **options))[0].tokens == row.tokens
+    by_default = target.with_chat_template_kwargs(QUICK)
+    question = Question("talk", turns=(tuple(HELLO),))
+    assert PromptEncoder(by_default)(question) == quick != PromptEncoder(target)(question)
+    (prompt,) = PromptEncoder(by_default).every(Conversation(HELLO, None, "here"))
+    assert prompt == quick
+
+
+UNREAD = [
+    ({"enable_thinkng": False}, r"read .* 'enable_thinkng' \(did you mean enable_thinking\?\); it"),
+    (
+        {"messages": HELLO},
+        "does not read the variable 'messages'.*; it reads enable_thinking, tools",
+    ),
+    ({"tools": ["add"]}, r"tools of the chat template are \['add'\]; expected objects"),
+    ({"enable_thinking": {3}}, "a variable holds what JSON cannot"),
+    (["enable_thinking"], r"chat_template_kwargs is \['enable_thinking'\]; expected an object"),
+]
+
+
+@pytest.mark.parametrize(("variables", "words"), UNREAD, ids=lambda x: "")
+def test_variables_without_an_effect_are_refused(decoder, variables, words):
+    decoder = with_tokenizer(decoder, byte_level(THINKING))
+    with pytest.raises(ConfigError, match=words):
+        decoder.encode(HELLO, variables)
+
+
+def test_variables_for_a_prompt_that_is_no_conversation_are_refused(decoder):
+    for prompt in ("Hi", [1, 2]):
+        with pytest.raises(ConfigError, match="is no conversation; give messages"):
+            decoder.generate(prompt, chat_template_kwargs=QUICK)
+    with pytest.raises(ConfigError, match="mock-0 has no tokenizer, so it has no chat template"):
+        testing.mock_model().with_chat_template_kwargs(QUICK)
+
+
+def test_the_sampling_of_generation_config_json_is_a_choice(decoder):
+    stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
+    warm = dataclasses.replace(decoder.target, generation_config=stated)
+    sampler = SamplerConfig(0.6, top_k=50, top_p=0.95, repetition_penalty=1.1)
+    assert SpeculativeDecoder(warm).target_sampler == SamplerConfig()  # it is not the default
+    assert SpeculativeDecoder(warm, target_sampler="model").target_sampler == sampler
+    cold = dataclasses.replace(decoder.target, generation_config={"temperature": 0.6})
+    by_file = SpeculativeDecoder(cold, target_sampler=sampler)
+    row = decoder.generate(messages=HELLO, max_new_tokens=6)
+    assert by_file.generate(messages=HELLO, max_new_tokens=6, sampler="model") == row
+    options = dict(batch=1, max_prompt_tokens=64, max_new_tokens=6)
+    assert dict(DecodeQueue(by_file, [HELLO], sampler="model", **options))[0] == row
+    with pytest.raises(ConfigError, match="mock-0 has no generation_config.json"):
+        decoder.generate(messages=HELLO, sampler="model")
+    with pytest.raises(ConfigError, match="sampler is 'file'; expected a SamplerConfig"):
+        decoder.generate(messages=HELLO, sampler="file")
 
 
 ARGUMENTS = [

@@ -256,7 +256,9 @@ def test_long_prompts_lose_their_beginning_but_not_bos(pair):
 
 def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_path):
     shutil.copytree(pair / "target", tmp_path / "target")
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:{{ mark }}"
+    )
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
     say = lambda role, content: {"role": role, "content": content}
     talk = [say("system", "be brief"), say("user", "x"), say("assistant", "y"), say("user", "z")]
@@ -278,3 +280,11 @@ def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_pat
                 fit(prompts, plain, 8, None)
         else:
             assert plain.tokenizer.decode(fit(prompts, plain, 8, None)[0][0]) == "x = 1"
+    values = dict(data=str(tmp_path / "turns.jsonl"), chat_template_kwargs='{"mark": "!"}')
+    values |= dict(target=str(tmp_path / "target"), drafts="ngram", num_prompts=1)
+    config = decode_default.get_config()
+    config.update(values)
+    setup = Setup.of(config)
+    assert (
+        chat.tokenizer.decode(PromptEncoder(setup.target)(setup.questions.chosen[0]))[-2:] == ":!"
+    )

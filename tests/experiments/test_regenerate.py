@@ -184,7 +184,7 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
     shutil.copytree(pair / "target", target)
     template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
+        "{% if add_generation_prompt %}a:{{ mark }}{% endif %}"
     )
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     say = lambda *turns: {
@@ -196,7 +196,8 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
     path = tmp_path / "chats.jsonl"
     write_lines(path, chats)
     options = dict(held_out_share=0.3, max_prompt_tokens=24, max_new_tokens=2, temperatures=(0.0,))
-    config = small(pair, target=str(target), draft="", prompts=str(path), num_prompts=0, **options)
+    options |= dict(chat_template_kwargs='{"mark": "!"}', num_prompts=0)
+    config = small(pair, target=str(target), draft="", prompts=str(path), **options)
     regenerate(config, tmp_path / "run")
     rows = map(json.loads, lines(tmp_path / "run"))
     tokenizer = Tokenizer.from_directory(target)
@@ -211,8 +212,8 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
         text = ""
         for message in record.messages:
             if message["role"] == "assistant":
-                expected.append(text + "a:")
+                expected.append(text + "a:!")
             text += f"{message['role'][0]}:{message['content']};"
         if message["role"] == "user":
-            expected.append(text + "a:")
+            expected.append(text + "a:!")
     assert found == expected

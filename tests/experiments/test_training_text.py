@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from support.chat_templates import CHATML, MISTRAL, TALK, byte_level, talk
+from support.chat_templates import CHATML, MISTRAL, TALK, THINKING, byte_level, talk
 from support.files import write_lines
 
 from configs import train_head_default
@@ -34,6 +34,21 @@ def check_accounts(corpus, length=LENGTH):
     assert found["tokens_read"] == found["tokens_used"] + sum(found["tokens_left_out"].values())
     assert found["tokens_left_out"]["short tail"] < length
     return found
+
+
+def test_texts_are_packed_anew_for_other_variables_of_the_template(tmp_path):
+    rows = [{"messages": talk(f"two and {i}?", "That is four.")} for i in range(12)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    packed = lambda **changes: load(tmp_path / "rows.jsonl", tmp_path / "data", THINKING, **changes)
+    plain, _ = packed()
+    shown, _ = packed(chat_template_kwargs='{"tools": [{"name": "add"}]}')
+    assert len(shown.tokens) > len(plain.tokens)
+    np.testing.assert_array_equal(packed()[0].tokens, plain.tokens)
+    for text, words in (("{", "is not JSON"), ("[]", "expected a JSON object")):
+        with pytest.raises(ConfigError, match=f"chat_template_kwargs .*{words}"):
+            packed(chat_template_kwargs=text)
+    with pytest.raises(ConfigError, match="does not read the variable 'think'"):
+        packed(chat_template_kwargs='{"think": false}')
 
 
 def test_a_single_file_is_split_without_overlap(tmp_path):

@@ -88,6 +88,19 @@ REASONING = """\
     {{- '<|im_start|>assistant\\n' }}{% if is_open %}{{ '<think>\\nHm' }}{% endif %}
 {%- endif %}"""
 
+# Reasoning is left out where a variable says so, as in Qwen3; and there may be tools.
+THINKING = """\
+{%- if tools %}{{ '<|im_start|>system\\n' ~ tools | tojson ~ '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
 TEMPLATES = {
     "ChatML": CHATML,
     "Llama 3": LLAMA3,
