@@ -122,6 +122,7 @@ def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list
     except ConfigError as error:
         raise ConfigError(f"{error}, or ask your own questions: --config.data=FILE") from error
     begin = [x for x in target.tokenizer.encode("")[:1] if x == target.config.bos_token_id]
+    text = text[~np.isin(text, begin)]
     length = max(length - len(begin), 1)
     room = len(text) - length
     if room < n:

@@ -199,7 +199,8 @@ def continuations(
 
 def _continue(config: ConfigDict, teacher: LoadedModel, text: Corpus) -> np.ndarray:
     decoder = SpeculativeDecoder(teacher, mesh=mesh_of(teacher.params))
-    end, prompt, batch = text.tokens[:1], config.own_prompt, config.own_batch
+    end = np.asarray([tokens.separator_id(teacher.tokenizer)])
+    prompt, batch = config.own_prompt, config.own_batch
     begun = window_batches([text], [1.0], seed=config.seed + 1, batch=batch, length=prompt)
     parts = []
     with Progress(config.own_batches, "the teacher writes", every_s=10) as bar:

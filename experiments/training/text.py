@@ -19,7 +19,7 @@ from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.data.records import Text, read_records
 from spec_jax.data.splits import SPLITS, HeldOut
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.prompts import fit, room_for_prompt
+from spec_jax.evaluation.prompts import cut, fit, room_for_prompt
 from spec_jax.loading import LoadedModel
 from spec_jax.models import files
 from spec_jax.models.files import parse_json
@@ -157,8 +157,7 @@ def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: d
 def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
     """Packs the rows of ``experiments.regenerate``; only the response tokens are trained on.
 
-    Rows that ended with a fault are skipped and counted. A separator is put between rows that
-    have none.
+    Rows that ended with a fault are skipped and counted. A row is a document, see ``Encoder``.
 
     Args:
       path: The JSONL file.
@@ -178,11 +177,11 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
                 continue
             counts["documents"] += 1
             prompt, response = row["prompt_ids"], row["response_ids"]
-            if prompt[0] != encoder.separator_id:
-                prompt = [encoder.separator_id, *prompt]
-            ids += [prompt, response]
-            mask += [np.zeros(len(prompt), bool), np.ones(len(response), bool)]
-            starts.append(starts[-1] + len(prompt) + len(response))
+            is_response = [False] * len(prompt) + [True] * len(response)
+            document = encoder.document([*prompt, *response], is_response, str(path))
+            ids.append(document.ids)
+            mask.append(document.mask)
+            starts.append(starts[-1] + len(document.ids))
     except OSError as error:
         raise ConfigError(f"the responses {path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -192,8 +191,9 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
         ) from error
     if not ids:
         raise ConfigError(f"{path} holds no response; run experiments.regenerate")
-    tokens, is_response = np.concatenate(ids).astype(np.int32), np.concatenate(mask)
-    return Corpus(str(path), tokens, is_response, np.asarray(starts), counts=counts)
+    return Corpus(
+        str(path), np.concatenate(ids), np.concatenate(mask), np.asarray(starts), counts=counts
+    )
 
 
 def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:
@@ -220,7 +220,9 @@ def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "l
         )
 
 
-def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
+def held_out_prompts(
+    corpus: Corpus, n: int, length: int, begin_id: int | None = None
+) -> list[list[int]]:
     """Takes prompts from a held-out text, at even distances.
 
     A prompt of a conversation ends where an answer of the assistant begins, a prompt of a text
@@ -231,6 +233,7 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
       corpus: A text whose documents are known.
       n: The number of prompts; fewer if the text has fewer places.
       length: The maximum tokens of a prompt.
+      begin_id: The id of BOS, which a prompt keeps that is cut; None if there is none.
 
     Returns:
       The ids of each prompt.
@@ -241,7 +244,7 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
         mask = np.ones(end - begin, bool)
         if corpus.mask is not None:
             mask = np.asarray(corpus.mask[begin:end])
-        if mask.all():
+        if mask[1:].all():
             ends = (
                 range(begin + length, end, length)
                 if end - begin > length
@@ -249,10 +252,11 @@ def held_out_prompts(corpus: Corpus, n: int, length: int) -> list[list[int]]:
             )
         else:
             ends = (begin + 1 + np.flatnonzero(mask[1:] & ~mask[:-1])).tolist()
-        places += [(max(begin, at - length), at) for at in ends]
+        places += [(begin, at) for at in ends]
     n = min(n, len(places))
     chosen = [places[i * len(places) // n] for i in range(n)]
-    return [np.asarray(corpus.tokens[begin:end]).tolist() for begin, end in chosen]
+    whole = [np.asarray(corpus.tokens[begin:end]).tolist() for begin, end in chosen]
+    return [cut(prompt, length, begin_id) for prompt in whole]
 
 
 def prompts(
@@ -288,7 +292,7 @@ def prompts(
         target = target.with_chat_template_kwargs(variables)
         return fit(loaded.chosen, target, max_new_tokens, None)[0]
     room = room_for_prompt(target, max_new_tokens, prompt_tokens)
-    return held_out_prompts(corpus, num_prompts, room)
+    return held_out_prompts(corpus, num_prompts, room, target.config.bos_token_id)
 
 
 def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:

@@ -29,16 +29,15 @@ class Document(NamedTuple):
 
 
 class Encoder:
-    """Turns conversations and texts into documents, with a tokenizer and its chat template.
+    """Turns conversations and texts into prompts and documents, by a tokenizer and its template.
 
-    A text becomes a separator and its tokens, all of them marked. A conversation begins with a
-    separator that is not marked, unless its template begins with the tokenizer's ``bos_token``.
-    Special tokens come from the template alone; the tokenizer adds none.
+    A document begins with the ids of its prompt, as ``prompt`` returns them for decoding, so that
+    every token has the position that it has there. A separator ends it, unless it ends with one.
 
     Args:
       tokenizer: The target's tokenizer.
       template: The chat template. None means the tokenizer's own.
-      separator: The token before each document. None means ``END_OF_TEXT`` if the tokenizer has
+      separator: The token after each document. None means ``END_OF_TEXT`` if the tokenizer has
         it, else its ``eos_token``.
 
     Raises:
@@ -58,13 +57,16 @@ class Encoder:
         self.backend = tokenizer.backend
         if separator is not None:
             self.separator_id = separator_id(tokenizer, separator)
-        added = self.backend.get_added_tokens_decoder().values()
-        self._turn_ends = tuple(token.content for token in added if token.content.strip())
 
     @functools.cached_property
     def separator_id(self) -> int:
-        """The id of the token before each document. Prompts have none."""
+        """The id of the token after each document."""
         return separator_id(self.tokenizer)
+
+    @functools.cached_property
+    def _turn_ends(self) -> tuple[str, ...]:
+        added = self.backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.content.strip())
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -74,7 +76,7 @@ class Encoder:
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def text(self, record: Text) -> list[Document]:
-        """Encodes a text as a document with every token marked.
+        """Encodes a text as a document of which every token but the first is marked.
 
         Args:
           record: The text.
@@ -85,9 +87,12 @@ class Encoder:
         Raises:
           ConfigError: It is not Unicode text.
         """
-        if not record.text:
+        ids = self.prompt(record) if record.text else []
+        if not ids:
             return []
-        return [self._document(record.text, [(0, len(record.text))], record.source, is_text=True)]
+        document = self.document(ids, [False] + [True] * (len(ids) - 1), record.source)
+        document.mask[-1] = True  # also the separator: a text ends where the model says so
+        return [document]
 
     def prompts(self, record: Conversation) -> list[list[int]]:
         """Encodes the prompt of each answer, up to where the answer begins.
@@ -109,12 +114,19 @@ class Encoder:
             for end in _answered(record.messages)
         ]
 
-    def prompt(self, record: Conversation) -> list[int]:
-        """Encodes a whole conversation, up to where its next answer begins.
+    def prompt(self, record: Conversation | Text) -> list[int]:
+        """Encodes a text to continue, or a conversation up to where its next answer begins.
+
+        Training, regeneration, evaluation and decoding have their prompts from here. A text has
+        the special tokens that the tokenizer adds, such as BOS, and a conversation those that its
+        template writes.
 
         Raises:
-          ConfigError: The template refuses the conversation.
+          ConfigError: The template refuses the conversation, or it is not Unicode text.
         """
+        if isinstance(record, Text):
+            _check_unicode(record.text, record.source)
+            return self.tokenizer.encode(record.text)
         try:
             text = self.template.render(
                 record.messages, tools=record.tools, add_generation_prompt=True
@@ -165,7 +177,13 @@ class Encoder:
                 parts = self._answers(messages, record.tools)
         except ConfigError as error:
             raise ConfigError(f"{record.source}: {error}") from error
-        return [self._document(text, spans, record.source) for text, spans in parts]
+        documents = []
+        for text, spans in parts:
+            _check_unicode(text, record.source)
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            mask = token_mask(encoding.offsets, spans)
+            documents.append(self.document(encoding.ids, mask, record.source))
+        return documents
 
     def _answers(self, messages, tools) -> list[tuple[str, list[tuple[int, int]]]]:
         """Returns texts with the spans of their answers; one, unless turns are rewritten."""
@@ -190,14 +208,17 @@ class Encoder:
             parts.append((text, spans))
         return parts
 
-    def _document(self, text: str, spans, source: str, is_text: bool = False) -> Document:
-        _check_unicode(text, source)
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        ids, mask = np.asarray(encoding.ids, np.int32), token_mask(encoding.offsets, spans)
-        start = self.tokenizer.special_tokens.get("bos_token")
-        if is_text or not (start and text.startswith(start)):
-            ids, mask = np.append(np.int32(self.separator_id), ids), np.append(is_text, mask)
-        return Document(ids, mask, source)
+    def document(self, ids: Sequence[int], mask: Sequence[bool], source: str) -> Document:
+        """Returns ids as a document, with a separator after them that is not marked.
+
+        Args:
+          ids: A prompt and its answers. A separator at their end stays as it is.
+          mask: Whether each of them is marked.
+          source: File and line.
+        """
+        if ids[-1] != self.separator_id:
+            ids, mask = [*ids, self.separator_id], [*mask, False]
+        return Document(np.asarray(ids, np.int32), np.asarray(mask, bool), source)
 
 
 def _check_unicode(text: str, source: str) -> None:

@@ -18,7 +18,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.files import parse_json
 from spec_jax.models.tokenizer import Tokenizer
 
-VERSION = 1
+VERSION = 2
 
 
 class Packed(NamedTuple):

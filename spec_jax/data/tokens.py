@@ -88,27 +88,27 @@ def separator_id(tokenizer: Tokenizer, token: str | None = None) -> int:
 def pack(
     tokenizer: Tokenizer, documents: Iterable[tuple[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenates documents, with ``separator_id`` before each and at the end.
+    """Concatenates documents, with ``separator_id`` at the beginning and after each.
 
-    The tokenizer adds no special tokens and cuts nothing.
+    The tokenizer adds the special tokens that it puts into a prompt, and cuts nothing.
 
     Args:
       tokenizer: The tokenizer to encode with.
       documents: Pairs of a name and a text.
 
     Returns:
-      i32[T], and i64[number of documents + 1], the places of the separators. The last one ends the
-      last document, and each other begins one.
+      i32[T], and i64[number of documents + 1], where each document begins, and the end of the last.
+      A document ends with its separator.
 
     Raises:
       ConfigError: The tokenizer has no token that separates documents.
     """
     end = separator_id(tokenizer)
     texts = [text for _, text in documents]
-    found = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-    parts = [np.asarray([end, *encoding.ids], np.int32) for encoding in found]
-    starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-    return np.concatenate([*parts, np.asarray([end], np.int32)]), starts
+    found = [encoding.ids for encoding in tokenizer.backend.encode_batch(texts)]
+    parts = [ids if ids[-1:] == [end] else [*ids, end] for ids in found]
+    starts = np.cumsum([1, *map(len, parts)], dtype=np.int64)
+    return np.concatenate([[end], *parts]).astype(np.int32), starts
 
 
 def looping_share(tokens: np.ndarray, *, max_period: int = 32, repeats: int = 3) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.data.conversations import Encoder
-from spec_jax.data.records import parse_record
+from spec_jax.data.records import Text, parse_record
 from spec_jax.decoding import System
 from spec_jax.errors import ConfigError, PromptError, did_you_mean
 from spec_jax.loading import LoadedModel
@@ -60,7 +60,7 @@ def encode(
                 f"character {error.start + 1} of the prompt is half of a surrogate pair, as a "
                 "shell makes of bytes that are not UTF-8; expected Unicode text"
             ) from None
-        ids = target.tokenizer.encode(prompt)
+        ids = Encoder(target.tokenizer).prompt(Text(prompt, "the prompt"))
     else:
         try:
             ids = list(map(operator.index, np.asarray(prompt).tolist()))

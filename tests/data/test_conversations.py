@@ -70,11 +70,9 @@ def test_the_tokens_are_those_of_the_text_with_special_tokens_once(template):
     text = ChatTemplate.from_tokenizer(tokenizer).render(chat.TALK)
     start, end = tokenizer.token_id("<s>"), tokenizer.token_id(END_OF_TEXT)
     assert tokenizer.encode(text)[0] == start  # what the tokenizer would add a second time
-    has_start = text.startswith("<s>")
-    assert text_of(tokenizer, document) == ("" if has_start else END_OF_TEXT) + text
-    assert document.ids[0] == (start if has_start else end)
-    assert not document.mask[0]
-    assert list(document.ids).count(start) == has_start
+    assert text_of(tokenizer, document) == text + END_OF_TEXT
+    assert document.ids[-1] == end and not document.mask[[0, -1]].any()
+    assert list(document.ids).count(start) == text.startswith("<s>")
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, chat.GENERATION], ids=["prefixes", "blocks"])
@@ -108,7 +106,7 @@ def test_rewritten_earlier_turns_give_a_document_a_turn():
         answer = f"<think>\nreason {turn}\n</think>\n\n{messages[turn]['content']}<|im_end|>"
         assert marked(tokenizer, document) == [answer]
         prompt = template.render(messages[:turn], add_generation_prompt=True)
-        assert text_of(tokenizer, document) == END_OF_TEXT + prompt + answer + "\n"
+        assert text_of(tokenizer, document) == prompt + answer + "\n" + END_OF_TEXT
     # Two answers after the last user's message are seen as they were written.
     tail = messages[:2] + [{"role": "tool", "content": "4"}, messages[3]]
     (document,) = encode(tokenizer, tail)
@@ -186,15 +184,16 @@ def test_marks_are_the_tokens_that_hold_a_marked_character():
     assert token_mask([(0, 1), (0, 1), (1, 2)], [(0, 1)]).tolist() == [True, True, False]
 
 
-def test_text_is_marked_whole_after_a_separator():
+def test_text_is_marked_after_its_first_token_to_a_separator():
     tokenizer = chat.byte_level()
     (document,) = Encoder(tokenizer).text(Text("two and two", "t"))
-    assert document.mask.all() and text_of(tokenizer, document) == END_OF_TEXT + "two and two"
-    (document,) = Encoder(tokenizer, separator="<s>").text(Text("two", "t"))
-    assert text_of(tokenizer, document) == "<s>two"
+    assert not document.mask[0] and document.mask[1:].all()
+    assert text_of(tokenizer, document) == "<s>two and two" + END_OF_TEXT
+    (document,) = Encoder(tokenizer, separator="</s>").text(Text("two</s>", "t"))
+    assert text_of(tokenizer, document) == "<s>two</s>"  # it ends with one
     assert Encoder(tokenizer).text(Text("", "t")) == []
     plain = chat.byte_level(special=("<s>", "</s>"))
-    assert Encoder(plain).text(Text("two", "t"))[0].ids[0] == plain.token_id("</s>")
+    assert Encoder(plain).text(Text("two", "t"))[0].ids[-1] == plain.token_id("</s>")
     with pytest.raises(ConfigError, match=r"'<end>' to separate documents; set eos_token in"):
         Encoder(plain, separator="<end>")
     with pytest.raises(ConfigError, match="no token"):

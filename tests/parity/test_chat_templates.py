@@ -146,9 +146,9 @@ def test_marks_of_generation_blocks_agree(tmp_path, make, template, talk_name):
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     (document,) = Encoder(ours).conversation(Conversation(messages, None, "here"))
-    assert document.ids[1:].tolist() == expected["input_ids"]
-    assert document.mask[1:].tolist() == [bool(x) for x in expected["assistant_masks"]]
-    assert 0 < document.mask.sum() < len(document.mask) and not document.mask[0]
+    assert document.ids[:-1].tolist() == expected["input_ids"]
+    assert document.mask[:-1].tolist() == [bool(x) for x in expected["assistant_masks"]]
+    assert 0 < document.mask.sum() < len(document.mask) and not document.mask[-1]
 
 
 STORED = [
