@@ -5,10 +5,11 @@
 
 In a file of conversations, every answer is replaced by an answer of the target, given the original
 turns before it. Rows that finish are refilled from the queue of prompts. A run leaves config.json,
-environment.json, responses.jsonl, report.json and report.md. responses.jsonl has one line for each
-prompt, in the order in which they finished: index, prompt_ids, response_ids, text, finish_reason,
-temperature, seed. A work directory with responses is continued, and answered prompts are skipped. A
-response depends only on the config and its index, so the lines equal those of an uninterrupted run.
+environment.json, inputs.json, responses.jsonl, report.json and report.md. responses.jsonl has one
+line for each prompt, in the order in which they finished: index, prompt_ids, response_ids, text,
+finish_reason, temperature, seed. A work directory with responses is continued, and answered prompts
+are skipped. A response depends only on the config, the models and its index, so the lines equal
+those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from spec_jax.progress import Progress
 # of a sum decides near ties.
 _FREE = ("num_prompts", "log_every_s")
 _FREE_IN_FLOAT32 = ("batch", "mesh", "is_draft_replicated")
+_BY_IDS = ("prompts",)  # a file that may grow: each response is kept beside its prompt's ids
 _CHARS_A_TOKEN = 16  # more than tokens of code have on average
 Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
@@ -212,13 +214,16 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         print(note, flush=True)
     folder = cli.make_workdir("regenerate", workdir)
     resolved, saved = json.loads(config.to_json()), folder / "config.json"
+    sums = cli.inputs_of(resolved, _BY_IDS)
     with contextlib.ExitStack() as stack:
         responses = stack.enter_context(Responses(folder / "responses.jsonl"))
         if len(responses) and processes.is_writer():
             known = cli.read_saved(saved)
             more = _FREE_IN_FLOAT32 if config.dtype == "float32" else ()
             cli.check_same(known, resolved, (*_FREE, *more))
+            cli.check_inputs(folder, sums)
         head = report.begin("regenerate", folder, resolved)
+        report.write_json(folder / cli.INPUTS, sums)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
         num_before, begin_s, stats, num_left_out = len(responses), time.monotonic(), Stats(), 0
         waiting: dict[int, list[int]] = {}

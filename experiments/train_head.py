@@ -5,10 +5,10 @@
     python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
 
 A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and
-ends the run. A run leaves config.json, environment.json, report.json (with the data that was read,
-the data that was left out, and why), report.md, metrics.jsonl, tensorboard/, evaluations.jsonl (the
-figures of each prompt at each evaluation), checkpoints/ (the newest, and the one with the highest
-tau), training.png and export/, a head that spec_jax and other engines load.
+ends the run. A run leaves config.json, environment.json, inputs.json, report.json (with the data
+that was read, the data that was left out, and why), report.md, metrics.jsonl, tensorboard/,
+evaluations.jsonl (the figures of each prompt at each evaluation), checkpoints/ (the newest, and the
+one with the highest tau), training.png and export/, a head that spec_jax and other engines load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
     """
     validate(config)
     check_resume = lambda saved, resolved, _: cli.check_same(saved, resolved, _FREE)
-    return run.train(HeadExperiment, "train_head", config, workdir, check_resume, _FREE_DATA)
+    return run.train(HeadExperiment, "train_head", config, workdir, check_resume, _FREE, _FREE_DATA)
 
 
 if __name__ == "__main__":

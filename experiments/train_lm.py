@@ -7,8 +7,8 @@ r"""Trains or distils a small language model, on the standard library's source o
 A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and
 ends the run. With ``config.teacher`` (a zoo name or a Hugging Face directory) the loss is the KL
 divergence to that model, and its tokenizer is used. A run leaves config.json, environment.json,
-report.json (with the data that was read, the data that was left out, and why), report.md,
-metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
+inputs.json, report.json (with the data that was read, the data that was left out, and why),
+report.md, metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from configs import train_zoo_target
 from experiments.run import cli
 from experiments.training import run
-from experiments.training.lm import LmExperiment, check_resume, validate
+from experiments.training.lm import FREE, LmExperiment, check_resume, validate
 
 
 def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
@@ -38,7 +38,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       TrainingError: A loss is not finite, or a checkpoint cannot be saved or read.
     """
     validate(config)
-    return run.train(LmExperiment, "train_lm", config, workdir, check_resume)
+    return run.train(LmExperiment, "train_lm", config, workdir, check_resume, FREE)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,27 @@ def is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
+def cached_directory(
+    name: str, *, cache_dir: str | pathlib.Path | None = None
+) -> pathlib.Path | None:
+    """Returns the directory of what the cache holds of a repository; None if it holds nothing.
+
+    Args:
+      name: any text; of a repository, see ``directory_of``.
+      cache_dir: of the hub's cache; by default its own.
+    """
+    found = _ID.fullmatch(name)
+    if found is None:
+        return None
+    where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
+    try:
+        import huggingface_hub as hub
+
+        return pathlib.Path(hub.snapshot_download(**where, local_files_only=True))
+    except Exception:  # versions of the hub raise errors of many types
+        return None
+
+
 def directory_of(
     name: str, *, has_weights: bool = True, cache_dir: str | pathlib.Path | None = None
 ) -> pathlib.Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from experiments.comparison.answers import (
     turn_of,
 )
 from experiments.comparison.setup import Setup
-from experiments.run import inputs, report
-from experiments.run.cli import check_same, read_saved
+from experiments.run import report
+from experiments.run.cli import INPUTS, check_inputs, check_same, inputs_of, read_saved
 from experiments.run.journal import Journal
 from spec_jax import processes
 from spec_jax.data.questions import Question
@@ -32,7 +31,7 @@ from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_tur
 from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts, cut
 from spec_jax.progress import Progress
 
-ANSWERS, STATE, INPUTS = "answers.jsonl", "state.jsonl", "inputs.json"
+ANSWERS, STATE = "answers.jsonl", "state.jsonl"
 _OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
 _FREE = ("has_audit", "has_teacher_forced")  # computed from answers, also from those of a file
 _MAX_EXAMINED = 4  # rows of a cell that diverge from plain decoding, since each compiles a pass
@@ -388,7 +387,7 @@ def notes_of_machines(machines: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, list]:
+def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Checks that a folder holds nothing, or a run with this config and these inputs.
 
     Args:
@@ -401,14 +400,14 @@ def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, l
     Raises:
       ConfigError: It holds another run.
     """
-    sums = json.loads(json.dumps(inputs.of_config(config)))
+    sums = inputs_of(config)
     if not processes.is_writer():
         return sums
     saved = folder / "config.json"
     is_begun = any((folder / name).exists() for name in (INPUTS, ANSWERS, STATE))
     if is_begun:
         check_same(read_saved(saved), config, _FREE)
-        check_same(read_saved(folder / INPUTS), sums)
+        check_inputs(folder, sums)
     elif (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
     elif saved.exists():  # another experiment that is not finished reads it when it goes on

@@ -98,10 +98,12 @@ def plan_cell(
       devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
     """
     is_compiled = devices_of is not None and topology.is_tpu
+    draft = job.head if isinstance(job, plan.TrainJob) else job.draft
     known = {
         "version": _VERSION,
-        "topology": topology.name,
+        "topology": repr(topology),
         "job": repr(job),
+        "models": [config.target, "" if draft is None else config.draft],
         "is_compiled": is_compiled,
         "spec_jax": spec_jax.__version__,
         "jax": jax.__version__,

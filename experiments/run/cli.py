@@ -20,12 +20,13 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from experiments.run import config_help, distributed
+from experiments.run import config_help, distributed, inputs
 from spec_jax import compilation, processes
 from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
 from spec_jax.models.files import parse_json
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
+INPUTS = "inputs.json"  # checksums of what a run has read
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _config_files: dict[str, str] = {}  # of the main module, for --help
 
@@ -183,8 +184,34 @@ def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> Non
         raise ConfigError(
             f"the work directory holds a run with other values of {', '.join(changed)} "
             f"({name} was {before.get(name)!r}, not {now.get(name)!r}); expected the same config "
-            "or an empty directory"
+            "and the same files, or an empty directory"
         )
+
+
+def inputs_of(config: Mapping, free: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the checksums that inputs.json holds, see ``inputs.of_config``.
+
+    Of several processes the first one reads the files; the others get none.
+
+    Args:
+      config: The resolved config, as JSON values.
+      free: Keys whose files a run may go on with when they have changed.
+    """
+    if not processes.is_writer():
+        return {}
+    values = {key: value for key, value in config.items() if key not in free}
+    return inputs.of_config(config_help.flat(values))
+
+
+def check_inputs(folder: pathlib.Path, sums: Mapping[str, str]) -> None:
+    """Raises ConfigError, with its name, if a file has other contents than a run began with.
+
+    Args:
+      folder: The run's folder, with its inputs.json.
+      sums: Of ``inputs_of``.
+    """
+    if processes.is_writer():
+        check_same(read_saved(folder / INPUTS), sums)
 
 
 def read_saved(path: pathlib.Path) -> Mapping[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -12,8 +14,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+import spec_jax
 from configs import train_zoo_target
-from experiments.run import cli
+from experiments.run import cli, inputs
 from experiments.training import text as texts
 from experiments.training.run import Experiment, Exported
 from spec_jax import processes
@@ -43,7 +46,7 @@ from spec_jax.train.optimizer import decay_begin, make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
 
-_FREE = (
+FREE = (
     "steps",
     "log_every",
     "eval_every",
@@ -143,7 +146,7 @@ def check_resume(saved: dict, config: dict, step: int) -> None:
     Raises:
       ConfigError: It is another experiment, or too late to change ``steps``.
     """
-    cli.check_same(saved, config, _FREE)
+    cli.check_same(saved, config, FREE)
     if saved["steps"] != config["steps"]:
         begin = min(
             min(decay_begin(c["steps"], c["optimizer"]["decay_share"]) for c in (saved, config)),
@@ -178,15 +181,20 @@ def load_text(
 
 
 def continuations(
-    config: ConfigDict, teacher: LoadedModel | None, text: Corpus, path: pathlib.Path
+    config: ConfigDict, teacher: LoadedModel | None, text: Corpus, folder: pathlib.Path
 ) -> Corpus | None:
     """Returns training windows that the teacher continued, packed; None if ``own_share`` is 0.
 
-    They are sampled once (even batches at temperature 1, odd ones at 0.5) and stored in ``path``,
-    so that a resumed run has the same tokens.
+    They are sampled once (even batches at temperature 1, odd ones at 0.5) and stored in the folder,
+    so that a resumed run has the same tokens. The file's name is made of what they depend on.
     """
     if teacher is None or not config.own_share:
         return None
+    weights = inputs.of_path(config.teacher) if processes.is_writer() else None
+    values = [config[key] for key in ("seed", "length", "own_batches", "own_batch", "own_prompt")]
+    known = [spec_jax.__version__, weights, texts.fingerprint([text]), values]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    path = folder / f"continuations.{processes.from_writer(digest)}.npy"
     if not processes.from_writer(path.exists()):
         whole = _continue(config, teacher, text)
         if processes.is_writer():
@@ -251,7 +259,7 @@ class LmExperiment(Experiment):
         self.model_config = model_config(config, self.tokenizer.vocab_size, end)
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
         loss = make_loss(config, self.model_config, self.teacher)
-        self.own = continuations(config, self.teacher, self.text, workdir / "continuations.npy")
+        self.own = continuations(config, self.teacher, self.text, workdir)
         self._batches = batches(config, self.text, self.own)
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
         self._where = mesh and self.placement.state_shardings(

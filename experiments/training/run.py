@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from experiments.run import cli, report
 from experiments.training import text as texts
+from experiments.training.choice import EVALUATIONS
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
 from spec_jax.show.tables import Section
@@ -99,6 +100,7 @@ def train(
     config: ConfigDict,
     workdir: str | pathlib.Path,
     check_resume: Callable[[dict, dict, int], None],
+    free: Sequence[str] = (),
     hidden: Sequence[str] = (),
 ) -> dict[str, float] | None:
     """Runs or resumes an experiment.
@@ -110,6 +112,7 @@ def train(
       workdir: The run's folder.
       check_resume: Called with the saved config, this one and the last step; raises ConfigError if
         the run cannot go on with it.
+      free: Keys whose files may change before a run goes on.
       hidden: Keys of ``config.data`` that are not part of the saved config.
 
     Returns:
@@ -124,17 +127,24 @@ def train(
     for key in hidden:
         del resolved["data"][key]
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        last = checkpoints.last_step
-        saved = None if last is None else cli.read_saved(folder / "config.json")
+        last = checkpoints.last_step or 0
+        # A run that has no checkpoint yet may have its best state, and evaluations.
+        is_begun = last or checkpoints.best or (folder / EVALUATIONS).exists()
+        saved = cli.read_saved(folder / "config.json") if is_begun else None
         if saved is not None:  # before the data is read, which may take long
             check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
+            sums = cli.inputs_of(resolved, free)
+            cli.check_inputs(folder, sums)
         experiment = make(config, folder)
+        if saved is None:  # now a model of the hub is in its cache
+            sums = cli.inputs_of(resolved, free)
         resolved["data_seen"] = experiment.fingerprint()
         if saved is not None:
             check_resume(saved, resolved, last)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
         entries = report.begin(name, folder, resolved) | {"data": experiment.usage()}
+        report.write_json(folder / cli.INPUTS, sums)
         used = ["\n".join(texts.usage_lines(usage)) for usage in entries["data"]]
         _write_report(folder, experiment.title, entries, used)
         with Log(folder, first, config.steps) as log:

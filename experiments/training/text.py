@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.run import cli
+from experiments.run import cli, inputs
 from spec_jax import processes
 from spec_jax.data import packed, python_source, questions
 from spec_jax.data.batches import Corpus
@@ -73,7 +73,8 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
       data: ``text`` names the sources: "stdlib", or files and folders separated by commas. See
         ``configs/train_head_default.py`` for the other keys.
       tokenizer: The tokenizer, with its chat template.
-      folder: The folder for packed documents; those that it has are not packed again.
+      folder: The folder for packed documents. Those that it has are packed again if a file, the
+        tokenizer, its chat template or a key of ``data`` has changed.
 
     Raises:
       ConfigError: A file that cannot be read, another vocabulary, or a split without text.
@@ -81,9 +82,10 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
     if data.text == STDLIB:
         return tuple(_of_library(split, data, tokenizer) for split in SPLITS)
     tokenizer = tokenizer.with_chat_template_kwargs(cli.json_object(data, "chat_template_kwargs"))
+    contents = [*map(inputs.of_path, _paths(data))] if processes.is_writer() else None
     about = {
         "paths": _paths(data),
-        "chat_template_kwargs": tokenizer.chat_template_kwargs or None,
+        "contents": processes.from_writer(contents),
         "held_out_share": data.held_out_share,
         "max_length": data.max_length,
     }
@@ -302,7 +304,8 @@ def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:
       ConfigError: Another process has other texts.
     """
     crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
-    of = lambda text: [text.name, len(text.tokens), crc(text.tokens), crc(text.mask)]
+    parts = lambda text: (text.tokens, text.mask, text.starts)
+    of = lambda text: [text.name, len(text.tokens), *map(crc, parts(text))]
     found = [of(text) for text in texts]
     processes.check_same({name: rest for name, *rest in found})
     return {"data": found}

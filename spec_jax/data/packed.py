@@ -50,7 +50,7 @@ def write_packed(
       directory: The folder; it is created if it does not exist.
       name: The name of the corpus, such as its split.
       documents: The documents, see ``read_documents``.
-      tokenizer: The tokenizer that encoded them; a fingerprint of its vocabulary is kept.
+      tokenizer: The tokenizer that encoded them; its ``fingerprint`` is kept.
       sources: The files that they come from, for the description.
       counts: The counter that ``read_documents`` fills; it is read after the last document.
       about: More JSON values for the description, such as the split.
@@ -117,7 +117,7 @@ def load_packed(
       tokenizer: The tokenizer that should have encoded it. None means any.
 
     Raises:
-      ConfigError: There is no complete corpus of that name, or it has another vocabulary.
+      ConfigError: There is no complete corpus of that name, or another tokenizer encoded it.
     """
     tokens_file, mask_file, info_file = _paths(pathlib.Path(directory), name)
     remedy = "expected what write_packed writes: pack the corpus again"
@@ -138,17 +138,22 @@ def load_packed(
         )
     if tokenizer is not None and found != fingerprint(tokenizer):
         raise ConfigError(
-            f"{info_file} was packed with another vocabulary ({found}) than the tokenizer's "
-            f"({fingerprint(tokenizer)}); expected the target's tokenizer: pack the corpus again"
+            f"{info_file} was packed with another vocabulary or chat template ({found}) than the "
+            f"tokenizer's ({fingerprint(tokenizer)}); expected the target's tokenizer: pack the "
+            "corpus again"
         )
     return Packed(tokens, mask, starts, info)
 
 
 def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the size and the SHA-256 of a tokenizer's vocabulary, names and ids."""
-    vocab = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
-    digest = hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
-    return {"num_ids": tokenizer.num_ids, "vocab_sha256": digest}
+    """Returns the SHA-256 of all that a tokenizer makes ids by, and of what templates read."""
+    variables = [tokenizer.special_tokens, tokenizer.chat_template_kwargs]
+    sha256 = lambda text: hashlib.sha256(text.encode()).hexdigest()
+    return {
+        "num_ids": tokenizer.num_ids,
+        "sha256": sha256(tokenizer.backend.to_str()),
+        "chat_sha256": sha256(json.dumps([tokenizer.chat_templates, *variables], sort_keys=True)),
+    }
 
 
 class _Growing:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.tensors import on_host
 from spec_jax.train.objective import View
 from spec_jax.train.placement import Placement
+from spec_jax.version import __version__
+
+_PART_BYTES = 1 << 28  # of a weight that are gathered at once
 
 
 class ViewCache:
@@ -34,7 +37,8 @@ class ViewCache:
       folder: The folder; it is created if it does not exist. Several runs may share it, one
         after the other.
       max_bytes: The largest size of all files together.
-      target: The target's weights; they, ``config`` and ``taps`` are part of a view's name.
+      target: The target's weights; all of them, ``config``, ``taps`` and the version of spec_jax
+        are part of a view's name.
       config: The target's shape.
       taps: The states that are kept.
       placement: Where the rows of a view lie.
@@ -136,11 +140,21 @@ class ViewCache:
 
 
 def _fingerprint(target: dict, config: ModelConfig, taps: tuple[int, ...]) -> bytes:
-    """Hashes config, taps, and the type, the shape and a few values of every weight."""
-    about = (type(config).__name__, dataclasses.asdict(config), taps)
+    """Hashes version, config, taps and every weight; about a second for each GB of weights."""
+    about = (__version__, type(config).__name__, dataclasses.asdict(config), taps)
     digest = hashlib.sha256(repr(about).encode())
     for path, w in jax.tree_util.tree_leaves_with_path(target):
-        some = on_host(w[tuple(0 for _ in w.shape[:-1])])
         digest.update(f"{jax.tree_util.keystr(path)} {w.dtype} {w.shape}".encode())
-        digest.update(some.tobytes())
+        for part in _parts(w):
+            digest.update(on_host(part).reshape(-1).view(np.uint8))
     return digest.digest()
+
+
+def _parts(w: jax.Array) -> Iterator[jax.Array]:
+    """Yields a weight in parts of its first dimension, none of which overfills a device."""
+    if w.nbytes <= _PART_BYTES:
+        yield w
+        return
+    rows = max(1, _PART_BYTES * len(w) // w.nbytes)
+    for begin in range(0, len(w), rows):
+        yield jax.lax.dynamic_slice_in_dim(w, begin, min(rows, len(w) - begin))

@@ -125,10 +125,10 @@ def test_an_incomplete_or_foreign_corpus_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a packed corpus.*pack the corpus again"):
         load_packed(tmp_path, "train")
     write_packed(tmp_path, "train", [document(1, 2, 3)], TOKENIZER)
-    assert load_packed(tmp_path, "train", byte_level()).tokens.shape == (3,)
-    other = byte_level(special=("<s>", "</s>", "<|im_start|>"))
-    with pytest.raises(ConfigError, match="another vocabulary.*target's tokenizer"):
-        load_packed(tmp_path, "train", other)
+    assert load_packed(tmp_path, "train", byte_level(CHATML)).tokens.shape == (3,)
+    for other in (byte_level(CHATML, special=("<s>", "</s>", "<|im_start|>")), byte_level()):
+        with pytest.raises(ConfigError, match="another vocabulary or chat.*target's tokenizer"):
+            load_packed(tmp_path, "train", other)
     info, mask = tmp_path / "train.json", tmp_path / "train.mask.npy"
     text = info.read_text()
     for change, num_marks, message in [

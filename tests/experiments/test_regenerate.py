@@ -17,6 +17,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_
 from spec_jax.data import python_source
 from spec_jax.data.records import read_records
 from spec_jax.data.splits import HeldOut, is_document
+from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
 from spec_jax.models.tokenizer import Tokenizer
@@ -150,6 +151,29 @@ def test_other_prompts_of_the_same_config_are_refused(pair, tmp_path):
     file.write_text(file.read_text().replace("a = 1", "a = 2"))
     with pytest.raises(ConfigError, match="answers another prompt 2 than this run has"):
         regenerate(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("file", ["target/model.safetensors", "draft/model.safetensors"])
+def test_a_run_does_not_go_on_with_other_weights(pair, tmp_path, monkeypatch, file):
+    """Nothing is decoded: a queue that answers nothing, and a response that is there."""
+
+    class Empty(DecodeQueue):
+        def __iter__(self):
+            return iter(())
+
+    monkeypatch.setattr(experiment, "DecodeQueue", Empty)
+    shutil.copytree(pair, tmp_path / "pair")
+    regenerate(small(tmp_path / "pair"), tmp_path / "run")
+    response = dict(index=999, prompt_ids=[1], response_ids=[2], finish_reason="length")
+    write_lines(tmp_path / "run" / "responses.jsonl", [response])
+    assert regenerate(small(tmp_path / "pair"), tmp_path / "run")["responses"] == 1
+    path = tmp_path / "pair" / file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"what is in \S*{file.partition('/')[0]} \("):
+        regenerate(small(tmp_path / "pair"), tmp_path / "run")
+    assert len(lines(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", "no JSON", "twice"])

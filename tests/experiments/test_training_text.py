@@ -108,19 +108,14 @@ def test_text_that_cannot_be_split_says_what_to_give(tmp_path):
         texts.check_held_out(short, LENGTH, train_head_default.get_config().data)
 
 
-def test_packed_text_is_read_again_only_if_its_keys_change(tmp_path, capsys):
-    path = tmp_path / "a.txt"
-    path.write_text(passage(0, 40_000))
-    first = load(path, tmp_path / "data")
-    capsys.readouterr()
-    path.write_text("changed")
-    again = load(path, tmp_path / "data")
-    assert "packing" not in capsys.readouterr().out
-    same = [texts.fingerprint(found) for found in (first, again)]
-    assert same[0] == same[1]
-    path.write_text(passage(0, 40_000))
-    other = load(path, tmp_path / "data", held_out_share=0.5)
-    assert len(other[1].tokens) > len(first[1].tokens) * 1.1
+def test_texts_are_known_by_their_tokens_their_marks_and_their_documents():
+    tokens, mask, starts = np.arange(9, dtype=np.int32), np.arange(9) > 1, np.asarray([0, 4, 9])
+    known = [
+        json.dumps(texts.fingerprint([Corpus("text", *parts)]))
+        for parts in ((tokens, mask, starts), (tokens, mask, starts + [0, 1, 0]))
+        + ((tokens + (tokens == 8), mask, starts), (tokens, mask & (tokens < 8), starts))
+    ]
+    assert len({*known}) == 4
 
 
 def test_prompts_end_where_answers_begin_or_anywhere_in_a_text(tmp_path):

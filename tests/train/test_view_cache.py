@@ -6,6 +6,7 @@ import pytest
 from support.tiny_models import LLAMA, random_tokens, random_weights
 
 from spec_jax.errors import ConfigError
+from spec_jax.train import view_cache
 from spec_jax.train.objective import target_view
 from spec_jax.train.placement import Placement
 from spec_jax.train.view_cache import ViewCache
@@ -49,6 +50,13 @@ def test_other_tokens_targets_and_taps_have_views_of_their_own(tmp_path):
     cache(tmp_path, params, taps=(1,)).view(compute, tokens)
     cache(tmp_path, params).view(compute, tokens, np.minimum(tokens, 1))
     assert compute.count == 5
+
+
+def test_a_target_is_the_same_whether_its_weights_are_hashed_whole_or_in_parts(monkeypatch):
+    target = {"w": jax.numpy.arange(14.0).reshape(7, 2)}
+    whole = view_cache._fingerprint(target, LLAMA, TAPS)
+    monkeypatch.setattr(view_cache, "_PART_BYTES", 24)
+    assert view_cache._fingerprint(target, LLAMA, TAPS) == whole
 
 
 @pytest.mark.parametrize("one, other", [(None, "data:2,tensor:2"), ("data:4", None)])

@@ -1,0 +1,275 @@
+"""What is kept on disk is made anew, or refused, once a byte of what it was made of has changed."""
+
+import dataclasses
+import json
+import sys
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from support.chat_templates import CHATML, byte_level
+from support.tiny_models import LLAMA
+from tokenizers import normalizers
+
+from configs import train_head_default
+from experiments.comparison import session
+from experiments.planning import plan_cells
+from experiments.run import cli, inputs, report
+from experiments.training import lm, run
+from experiments.training import text as texts
+from experiments.training.choice import EVALUATIONS
+from spec_jax import planning
+from spec_jax.data.batches import Corpus
+from spec_jax.errors import ConfigError
+from spec_jax.planning.chips import Topology
+from spec_jax.train import view_cache
+from spec_jax.train.objective import View
+
+TEXT = "".join(f"line {i}\n" for i in range(200))
+
+
+def packed(folder, *, text, template, bos, normalizer, **changes):
+    """Packed training text; returns how often it was packed."""
+    source = folder / "texts"
+    source.mkdir(exist_ok=True)
+    (source / "a.txt").write_text(TEXT)
+    (source / "b.txt").write_text(text)
+    tokenizer = byte_level(template, bos_token=bos)
+    tokenizer.backend.normalizer = normalizer
+    data = train_head_default.get_config().data
+    data.update(text=str(source), **changes)
+    write = texts.packed.write_packed
+    with mock.patch.object(texts.packed, "write_packed", side_effect=write) as made:
+        texts.load(data, tokenizer, folder / "data")
+    return made.call_count // 2  # both splits
+
+
+def views(folder, *, embed, layer, tokens, begins, eps, taps, version):
+    """The target's states; returns how often they were computed."""
+    target = {"embed": jnp.asarray(embed), "layers": [jnp.asarray(layer, jnp.bfloat16)]}
+    made = mock.Mock(return_value=View(jnp.zeros((1, 3, 2)), jnp.ones((1, 3, 2))))
+    config = dataclasses.replace(LLAMA, rms_norm_eps=eps)
+    with mock.patch.object(view_cache, "__version__", version):
+        cache = view_cache.ViewCache(folder, 1 << 20, target, config, taps)
+    cache.view(made, np.asarray([tokens]), np.asarray([begins]))
+    return made.call_count
+
+
+def continuations(folder, *, weights, tokenizer, template, text, version, **changes):
+    """What the teacher writes; returns how often it wrote it."""
+    teacher = folder / "teacher"
+    teacher.mkdir(exist_ok=True)
+    files = {"model.safetensors": weights, "tokenizer.json": tokenizer, "config.json": "{}"}
+    for name, content in (files | {"chat_template.jinja": template}).items():
+        (teacher / name).write_text(content)
+    config = ConfigDict({"teacher": str(teacher), "own_share": 0.5, **changes})
+    made = mock.Mock(return_value=np.zeros(3, np.int32))
+    with (
+        mock.patch.object(lm, "_continue", made),
+        mock.patch.object(lm.spec_jax, "__version__", version),
+    ):
+        lm.continuations(config, made, Corpus("text", np.asarray(text)), folder)
+    return made.call_count
+
+
+def cells(folder, *, hbm_bytes, batch, eps, name, version):
+    """What a plan has found; returns how often it was searched."""
+    v5e = Topology.parse("v5e:1x1")
+    topology = dataclasses.replace(v5e, chip=dataclasses.replace(v5e.chip, hbm_bytes=hbm_bytes))
+    target = dataclasses.replace(LLAMA, rms_norm_eps=eps)
+    job = planning.Job(target=target, batch=batch, slots=64)
+    config = ConfigDict({"target": name, "draft": ""})
+    made = mock.Mock(return_value={"program": "decode"})
+    with (
+        mock.patch.object(plan_cells, "_PROGRAMS", ((planning.Job, made, None),)),
+        mock.patch.object(plan_cells.spec_jax, "__version__", version),
+    ):
+        plan_cells.plan_cell(folder, topology, job, config, None)
+    return made.call_count
+
+
+EMBED, LAYER = np.zeros((31, 16), np.float32), np.zeros((2, 3, 4), np.float32)
+
+
+def changed(array):
+    """A copy with another last value."""
+    other = array.copy()
+    other.flat[-1] = 1e-30
+    return other
+
+
+STORES = [  # each input: as it was, and as it is then
+    (
+        packed,
+        {
+            "text": ("x" * 900, "x" * 899 + "y"),
+            "template": (CHATML, CHATML + " "),
+            "bos": ("<s>", "</s>"),
+            "normalizer": (None, normalizers.Lowercase()),
+            "chat_template_kwargs": ("", '{"mark": 1}'),
+            "held_out_share": (0.1, 0.2),
+            "max_length": (0, 9000),
+        },
+    ),
+    (
+        views,
+        {
+            "embed": (EMBED, changed(EMBED)),
+            "layer": (LAYER, changed(LAYER)),
+            "tokens": ([1, 2, 3], [1, 2, 4]),
+            "begins": ([0, 0, 0], [0, 0, 2]),
+            "eps": (1e-6, 1e-5),
+            "taps": ((0, 1), (0, 2)),
+            "version": ("1", "2"),
+        },
+    ),
+    (
+        continuations,
+        {
+            "weights": ("0" * 99, "0" * 98 + "1"),
+            "tokenizer": ("{}", "[]"),
+            "template": ("a", "b"),
+            "text": ([1, 2, 3], [1, 2, 4]),
+            "seed": (0, 1),
+            "length": (9, 8),
+            "own_batches": (1, 2),
+            "own_batch": (1, 2),
+            "own_prompt": (1, 2),
+            "version": ("1", "2"),
+        },
+    ),
+    (
+        cells,
+        {
+            "hbm_bytes": (1e9, 2e9),
+            "batch": (1, 2),
+            "eps": (1e-6, 1e-5),
+            "name": ("a", "b"),
+            "version": ("1", "2"),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("make, changes", STORES, ids=[make.__name__ for make, _ in STORES])
+def test_a_store_is_made_once_of_the_same_inputs_and_anew_of_any_other(tmp_path, make, changes):
+    values = {name: before for name, (before, _) in changes.items()}
+    assert [make(tmp_path, **values) for _ in range(2)] == [1, 0]
+    for name, (_, after) in changes.items():
+        values[name] = after
+        assert make(tmp_path, **values) == 1, name
+    assert make(tmp_path, **values) == 0
+
+
+def test_more_text_is_taken_once_it_is_given(tmp_path):
+    """A message asks for it, and asked again."""
+    path, data = tmp_path / "a.txt", train_head_default.get_config().data
+    data.update(text=str(path))
+    for count in (1, 9):
+        path.write_text(TEXT * count)
+        _, held_out = texts.load(data, byte_level(CHATML), tmp_path / "data")
+        assert (held_out.num_windows(2000) > 0) == (count > 1)
+
+
+FILES = {
+    "model/config.json": "{}",
+    "model/generation_config.json": "{}",
+    "model/tokenizer.json": "{}",
+    "model/tokenizer_config.json": "{}",
+    "model/chat_template.jinja": "a",
+    "model/additional_chat_templates/tool_use.jinja": "a",
+    "model/model-1.safetensors": "0" * 999,
+    "model/pytorch_model.bin": "0" * 999,
+    "texts/a.txt": "a",
+    "texts/config.json": '{"text": "not of a model"}',
+    "texts/more/b.txt": "b",
+    "prompts.jsonl": "{}",
+    "rule_of_a_store.py": "rule = 1",
+}
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """A folder of files, and a config that names them."""
+    folder = tmp_path / "files"
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    module = mock.Mock(__file__=str(folder / "rule_of_a_store.py"))
+    monkeypatch.setitem(sys.modules, "rule_of_a_store", module)
+    return folder, {
+        "target": str(folder / "model"),
+        "data": {"text": f"{folder / 'texts'}, {folder / 'prompts.jsonl'}"},
+        "rules": ["rule_of_a_store:rule"],
+        "mesh": "data:2,tensor:4",
+        "has_audit": False,
+    }
+
+
+def state_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_inputs_have_changed_is_refused_by_the_name_of_the_file(named, tmp_path):
+    files, config = named
+    folder = tmp_path / "run"
+    report.begin("evaluate", folder, config)
+    report.write_json(folder / cli.INPUTS, session.check_folder(folder, config))
+    (folder / session.ANSWERS).write_text("{}\n")
+    assert len(session.check_folder(folder, config)) == 4
+    before = state_of(folder)
+    keys = {"model": "target", "texts": "data.text", "prompts.jsonl": "data.text"}
+    for name, content in FILES.items():
+        (files / name).write_text(content[:-1] + "#")
+        key = keys.get(top := name.partition("/")[0], "rules")
+        shown = "rule_of_a_store:rule" if key == "rules" else str(files / top)
+        with pytest.raises(ConfigError, match="and the same files, or an empty") as raised:
+            session.check_folder(folder, config)
+        assert f"other values of what is in {shown} ({key}) (" in str(raised.value), name
+        (files / name).write_text(content)
+        session.check_folder(folder, config)
+    (files / "model" / "README.md").write_text("of no account")
+    session.check_folder(folder, config)
+    assert state_of(folder) == before
+
+
+def test_a_large_file_is_known_by_its_last_byte_too(tmp_path):
+    path, sums = tmp_path / "a.txt", []
+    for last in (b"a", b"b"):
+        with open(path, "wb") as file:
+            file.seek(64 << 20)
+            file.write(last)
+        sums.append(inputs.of_config({"data": str(path)}))
+    assert sums[0] != sums[1]
+
+
+def test_a_training_run_is_refused_before_its_text_is_packed_or_its_best_state_read(
+    named, tmp_path
+):
+    """Also one that was stopped before its first checkpoint, but not before an evaluation."""
+    files, values = named
+    config = train_head_default.get_config()
+    config.update(target=values["target"])
+    config.data.text = values["data"]["text"]
+    folder, made = tmp_path / "run", mock.Mock(side_effect=InterruptedError)
+    check = lambda saved, resolved, _: cli.check_same(saved, resolved, ["eval"])
+    train = lambda: run.train(made, "train_head", config, folder, check, ["eval"])
+    with pytest.raises(InterruptedError):  # there is no run yet
+        train()
+    resolved = json.loads(config.to_json())
+    report.begin("train_head", folder, resolved | {"data_seen": None})
+    report.write_json(folder / cli.INPUTS, cli.inputs_of(resolved, ["eval"]))
+    (folder / EVALUATIONS).write_text("{}\n")
+    with pytest.raises(InterruptedError):  # it goes on
+        train()
+    made.reset_mock()
+    (files / "texts" / "a.txt").write_text("b")
+    with pytest.raises(ConfigError, match=r"other values of what is in \S*texts \(data.text\)"):
+        train()
+    (files / "texts" / "a.txt").write_text("a")
+    config.optimizer.lr *= 2
+    with pytest.raises(ConfigError, match="other values of optimizer.lr"):
+        train()
+    assert not made.called
