@@ -96,7 +96,7 @@ def get_config() -> ConfigDict:
         }
     )
     config.steps = 150  # training steps of the whole run
-    config.batch = 4  # windows of a step
+    config.batch = 4  # windows that are computed together
     config.length = 258  # tokens of a window, of which all but two are trained on
     config.optimizer = ConfigDict(
         {
@@ -107,7 +107,7 @@ def get_config() -> ConfigDict:
             "decay_share": 0.6,  # the last part of the run, with falling rates
             "weight_decay": 0.0,  # share that an update takes off the weights, times the rate
             "clip": 0.5,  # maximum norm of the gradient
-            "accumulate": 1,  # steps whose gradients make one update
+            "accumulate": 1,  # batches of a step, computed one by one; the update is that of all
         }
     )
     config.eval = ConfigDict(

@@ -8,9 +8,9 @@ r"""EAGLE-3 with its published hyper-parameters, for a real target.
         --config.data.responses=runs/text/responses.jsonl --workdir=runs/eagle3
 
 Source: EAGLE-3, arXiv 2503.01840, and its training code: seven unrolled steps decayed by 0.8, a
-draft vocabulary of 32,000, AdamW at 5e-5 with a warm-up of 12,000 updates of 800,000 batches,
-gradients clipped to a norm of 0.5, one window of 2,048 tokens, two accumulated, responses written
-by the target.
+draft vocabulary of 32,000, AdamW at 5e-5 with a warm-up of 12,000 updates of 400,000, gradients
+clipped to a norm of 0.5, one window of 2,048 tokens, two accumulated, responses written by the
+target.
 
 Cost and expected result: not known, since it was never run to its end here.
 """
@@ -30,6 +30,8 @@ def get_config() -> ConfigDict:
     config.loss.is_remat = True
     config.data.text_share = 0.0
     config.data.responses_share = 1.0
+    config.steps = 400_000
     config.batch = 1
     config.optimizer.update({"lr": 5e-5, "warmup": 12_000, "accumulate": 2})
+    config.eval.every = 2500
     return config

@@ -28,7 +28,8 @@ from spec_jax.meshes import mesh_of
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.progress import Progress, is_watched
 from spec_jax.show import plots
-from spec_jax.train.objective import Batch, Objective, chain_rates, target_view
+from spec_jax.train.means import report
+from spec_jax.train.objective import Batch, Objective, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step
 
@@ -226,8 +227,8 @@ def fit_head(
             given = {name: jnp.asarray(x) for name, x in batches[done - 1].items()}
             begins = given["begins"] if has_document_masks else None
             states = view(target.params, given["tokens"], begins)
-            about = jax.random.fold_in(key, done - 1), states, begins
-            window = Batch(given["tokens"], given["mask"], *about)
+            of_step = jax.random.fold_in(key, done - 1)
+            window = Batch(given["tokens"], given["mask"], of_step, states, begins)
             state, figures = step(state, window, target.params)
             log.append({"step": done, **_checked(figures, done)})
             if done == steps or (eval_every and done % eval_every == 0):
@@ -244,8 +245,8 @@ def _checked(figures: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
     Raises:
       TrainingError: the loss or the gradient is not finite.
     """
-    rates = chain_rates(jax.device_get(figures))
-    found = {name: np.asarray(value, float).tolist() for name, value in rates.items()}
+    numbers = report(jax.device_get(figures))
+    found = {name: np.asarray(value, float).tolist() for name, value in numbers.items()}
     for name in ("loss", "grad_norm"):
         if not math.isfinite(found[name]):
             raise TrainingError(f"{name} is {found[name]} at step {step}: lower the learning rate")

@@ -35,7 +35,8 @@ from spec_jax.sharding import AxisRules, replicate
 from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
-from spec_jax.train.objective import Batch, chain_rates, target_view
+from spec_jax.train.means import merge, report
+from spec_jax.train.objective import Batch, row_keys, target_view, with_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
@@ -287,8 +288,9 @@ class HeadExperiment(Experiment):
         texts.check_held_out(self.held_out, config.length, config.data)
         self._eval_windows = self.held_out.num_windows(config.length)
         shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
+        windows = config.batch * config.optimizer.accumulate
         self._batches = window_batches(
-            self.texts, shares, seed=config.seed, batch=config.batch, length=config.length
+            self.texts, shares, seed=config.seed, batch=windows, length=config.length
         )
         used = [text for text, share in zip(self.texts, shares) if share > 0]
         if config.data.has_document_masks:
@@ -296,8 +298,8 @@ class HeadExperiment(Experiment):
             window = jax.ShapeDtypeStruct((1, config.length), np.int32)
             jax.eval_shape(check_begins, self.target.params, window, window)
         self.spec = make_head(config, self.target, self.texts, used, self.placement)
-        updates = max(config.steps // config.optimizer.accumulate, 1)
-        self.optimizer = make_optimizer(**config.optimizer, steps=updates)
+        options = {name: x for name, x in config.optimizer.items() if name != "accumulate"}
+        self.optimizer = make_optimizer(**options, steps=config.steps)
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
@@ -310,9 +312,10 @@ class HeadExperiment(Experiment):
             self._views = ViewCache(config.data.view_cache, max_bytes, *of)
         step = functools.partial(
             train_step,
-            objective=self.spec.objective,
+            objective=with_view(self.spec.objective, self.target.config, taps),
             optimizer=self.optimizer,
             dtype=None if self.dtype == "float32" else self.dtype,
+            accumulate=config.optimizer.accumulate,
         )
         self._make = lambda *args: TrainState.create(self.spec.init(*args), self.optimizer)
         self._where = mesh and self.placement.state_shardings(
@@ -350,7 +353,6 @@ class HeadExperiment(Experiment):
         )
         self.loop = {
             "tokens_per_step": lambda batch: batch.tokens.size,
-            "summarise": chain_rates,
             "eval_every": options.every,
             "best_by": "tau",
             "describe_batch": self._describe,
@@ -363,16 +365,19 @@ class HeadExperiment(Experiment):
 
     def batch_at(self, step: int) -> Batch:
         """Returns the batch of a step, a function of the seed and the step."""
-        return self._with_view(self._batches[step], step)
+        has_parts = self.config.optimizer.accumulate > 1  # whose views are computed with them
+        return self._batch(self._batches[step], step, has_view=not has_parts)
 
-    def _with_view(self, windows: Mapping[str, np.ndarray], step: int) -> Batch:
-        key, place = jax.random.fold_in(self._key, step), self.placement.place
-        tokens, begins = windows["tokens"], None
-        if self.config.data.has_document_masks:
-            begins = windows["begins"]
-        compute = lambda *windows: self._view(self.frozen, *place(windows))
-        views = compute if self._views is None else functools.partial(self._views.view, compute)
-        return place(Batch(tokens, windows["mask"], key, views(tokens, begins), begins))
+    def _batch(self, windows: Mapping[str, np.ndarray], step: int, has_view: bool = True) -> Batch:
+        place, tokens = self.placement.place, windows["tokens"]
+        keys = row_keys(jax.random.fold_in(self._key, step), len(tokens))
+        begins = windows["begins"] if self.config.data.has_document_masks else None
+        view, compute = None, lambda *windows: self._view(self.frozen, *place(windows))
+        if self._views is not None:
+            view = self._views.view(compute, tokens, begins)
+        elif has_view:
+            view = compute(tokens, begins)
+        return place(Batch(tokens, windows["mask"], keys, view, begins))
 
     def _describe(self, step: int) -> str:
         """Returns a text that names the windows of a step."""
@@ -387,17 +392,15 @@ class HeadExperiment(Experiment):
         """Returns teacher-forced figures on held-out windows, and tau by real decoding."""
         options = self.config.eval
         params = cast(state.params, self.dtype)
-        sums: dict[str, Any] = {}
+        found: list[dict[str, Any]] = []
         count = min(options.windows, self._eval_windows)
         size = min(self.config.batch, count)
         for begin in range(0, count - size + 1, size):
             rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
-            batch = self._with_view({n: np.stack([row[n] for row in rows]) for n in rows[0]}, 0)
+            batch = self._batch({n: np.stack([row[n] for row in rows]) for n in rows[0]}, 0)
             loss, figures = self._objective(params, batch, self.frozen)
-            found = jax.device_get({"loss": loss, **figures})
-            sums = jax.tree.map(np.add, sums, found) if sums else found
-        n = max(count // size, 1)
-        figures = chain_rates(jax.tree.map(lambda x: x / n, sums))
+            found.append(jax.device_get({"loss": loss, **figures}))
+        figures = report(merge(*found))
         rows, stats = teacher_forced.decode(
             self.target,
             self.spec.loaded(params),

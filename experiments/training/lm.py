@@ -42,6 +42,7 @@ from spec_jax.sharding import replicate
 from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
+from spec_jax.train.means import merge, report
 from spec_jax.train.optimizer import decay_begin, make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
@@ -304,14 +305,13 @@ class LmExperiment(Experiment):
         """Returns means over held-out windows: all of them, or the first ``n_windows``."""
         length = self.config.eval_length + 1
         count = min(self.held_out.num_windows(length), n_windows or len(self.held_out.tokens))
-        sums, size = {}, self.config.eval_batch
+        found, size = [], self.config.eval_batch
         for i in range(0, count, size):
             rows = [self.held_out.window(j, length) for j in range(i, min(i + size, count))]
             part = self.placement.place(np.stack([row["tokens"] for row in rows]))
-            value, figures = self._loss(state.params, part, self._teacher_params)
-            for name, x in {"loss": value, **figures}.items():
-                sums[name] = sums.get(name, 0.0) + float(x) * len(part)
-        return {name: total / count for name, total in sums.items()}
+            _, figures = self._loss(state.params, part, self._teacher_params)
+            found.append(jax.device_get(figures))
+        return {name: float(x) for name, x in report(merge(*found)).items()}
 
     def evaluate(self, state: TrainState) -> dict:
         """Returns held-out figures; of a draft also tau and acceptance by real decoding."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
+from spec_jax.train.objective import row_keys
 
 SLOT_WEIGHTS = ("decay", "dpace")
 
@@ -32,7 +33,7 @@ def draw_anchors(key: jax.Array, mask: jax.Array, count: int) -> tuple[jax.Array
     Source: DFlash, arXiv 2602.06036, section 4.2.
 
     Args:
-      key: of the step; it is consumed.
+      key: see ``Batch``; it is consumed.
       mask: bool[B,W], True where the token is to be predicted.
       count: A, at most W.
 
@@ -40,7 +41,9 @@ def draw_anchors(key: jax.Array, mask: jax.Array, count: int) -> tuple[jax.Array
       i32[B,A], ascending, and bool[B,A], False past the last place where a block may begin.
     """
     is_open = can_begin(mask)
-    order = jnp.where(is_open, jax.random.uniform(key, mask.shape), -1.0)
+    draw = lambda key: jax.random.uniform(key, mask.shape[1:])
+    order = jax.vmap(draw)(row_keys(key, len(mask)))
+    order = jnp.where(is_open, order, -1.0)
     _, anchors = jax.lax.top_k(order, min(count, mask.shape[1]))
     anchors = jnp.where(jnp.take_along_axis(is_open, anchors, axis=1), anchors, mask.shape[1])
     anchors = jnp.sort(anchors, axis=1)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.sharding import ambient, constrain, copies_of_rows
+from spec_jax.train.means import Mean, reciprocal
 from spec_jax.train.objective import Batch, chain_figures
 from spec_jax.train.unroll import shifted
 
@@ -27,6 +28,7 @@ def chain_loss(
     batch: Batch,
     true: Any,
     shares: jax.Array,
+    counts: jax.Array | None = None,
 ) -> tuple[jax.Array, dict]:
     """Computes the weighted sum over K steps of the mean loss of the tokens that count.
 
@@ -40,32 +42,36 @@ def chain_loss(
       batch: the windows.
       true: arrays dtype[B,T,...] that column s is compared with; they have no gradient.
       shares: f32[K], what the steps' means are multiplied by.
+      counts: f32[K], what each step's losses are divided by; None: how many of them count.
 
     Returns:
-      The loss; f32[K] ``loss_by_step``, ``reached`` and ``hits``.
+      The loss; of each step its ``Mean`` f32[K] in the loss's ``terms``, as "tokens", without its
+      share as ``loss_by_step``, and ``teacher_forced_accept``.
     """
     K, B, T, _ = states.shape
     is_after = batch.place(2, T)[:, None] - 2 >= jnp.arange(K)[:, None]  # a pair of its document
-    counts = shifted(batch.mask, 2, T)[:, None] & is_after
-    total = jnp.maximum(counts.sum(axis=(0, 2)), 1)
+    is_counted = shifted(batch.mask, 2, T)[:, None] & is_after
+    own = is_counted.sum(axis=(0, 2)).astype(jnp.float32)
+    weights = shares * reciprocal(own if counts is None else counts)
     late = lambda x, step: jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T]
     states = jnp.stack([late(x, step) for step, x in enumerate(states)], axis=1)
 
     def chunk(params, states, rest):
-        counts, true = rest
+        is_counted, true = rest
         losses, drafts = measure(params, states, true)
-        means = jnp.where(counts, losses, 0.0).sum(axis=(0, 2)) / total
-        return jnp.sum(means * shares), (means, drafts)
+        sums = jnp.where(is_counted, losses, 0.0).sum(axis=(0, 2))
+        return jnp.sum(sums * weights), (sums, drafts)
 
     most = max(rows_at_once(B) // (B * K), 16)
     size = -(-T // -(-T // most))  # chunks of one size, since the last one is padded
     cut = lambda x, axis: cut_chunks(x, axis, size)
-    rest = cut(counts, 2), jax.tree.map(lambda x: cut(x, 1), true)
-    loss, means, drafts = sum_chunks(chunk, params, cut(states, 2), rest)
+    rest = cut(is_counted, 2), jax.tree.map(lambda x: cut(x, 1), true)
+    loss, sums, drafts = sum_chunks(chunk, params, cut(states, 2), rest)
     drafts = jnp.moveaxis(drafts, 0, 2).reshape(B, K, -1)
     row = lambda x, step: shifted(x[:, step], step, T)
-    drafts, weights = ([row(x, step) for step in range(K)] for x in (drafts, counts))
-    return loss, {"loss_by_step": means} | chain_figures(drafts, batch, weights)
+    drafts, are_counted = ([row(x, step) for step in range(K)] for x in (drafts, is_counted))
+    figures = {"terms": {"tokens": Mean(shares * sums, own)}, "loss_by_step": Mean(sums, own)}
+    return loss, figures | chain_figures(drafts, batch, are_counted)
 
 
 def rows_at_once(batch: int, most: int = _ROWS) -> int:

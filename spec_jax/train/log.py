@@ -19,12 +19,13 @@ from spec_jax.progress import Progress
 def flatten(figures: Mapping[str, object]) -> dict[str, float]:
     """Returns the numbers by name. Those of an array are named by position: ``name_1``, …
 
-    Positions with NaN have no figure, such as the acceptance of drafts that were never reached.
+    What is NaN has no figure, such as the acceptance of drafts that were never reached.
     """
     flat: dict[str, float] = {}
     for name, value in figures.items():
         if np.ndim(value) == 0:
-            flat[name] = value if isinstance(value, (int, float)) else float(value)
+            number = value if isinstance(value, (int, float)) else float(value)
+            flat |= {name: number} if number == number else {}
         else:
             known = ((i, float(x)) for i, x in enumerate(np.asarray(value), 1))
             flat |= {f"{name}_{i}": x for i, x in known if x == x}

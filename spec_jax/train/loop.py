@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from spec_jax import processes
 from spec_jax.compilation import NamedProgram, Timed
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
+from spec_jax.train.means import merge, report
 from spec_jax.train.step import TrainState
 
 _SAME_S = 0.5  # programs such as timeout send a Ctrl-C on, which then arrives twice
@@ -109,8 +109,8 @@ class _Figures:
         self._pending.clear()
 
     def summary(self) -> tuple[Mapping, int]:
-        """Returns the means since the last summary, and the tokens per second."""
-        means = jax.tree.map(lambda *x: np.mean(x, axis=0), *self._read)
+        """Returns the figures since the last summary, merged, and the tokens per second."""
+        means = merge(*self._read)
         rate = round(self._num_tokens / (time.monotonic() - self._began_s))
         self._read.clear()
         self._num_tokens, self._began_s = 0, time.monotonic()
@@ -134,7 +134,7 @@ def train_loop(
     log: Log,
     tokens_per_step: Callable[[Any], int],
     log_every: int = 10,
-    summarise: Callable[[Mapping], Mapping] = lambda figures: figures,
+    summarise: Callable[[Mapping], Mapping] = report,
     evaluate: Callable[[TrainState], Mapping[str, float]] | None = None,
     eval_every: int = 0,
     best_by: str | None = None,
@@ -155,8 +155,8 @@ def train_loop(
       checkpoints: Where states are saved.
       log: Where figures are written.
       tokens_per_step: The number of tokens that a batch trains on.
-      log_every: Steps between two lines; each line holds the means since the last one.
-      summarise: Turns the means of the step's figures into what is written.
+      log_every: Steps between two lines; each line holds the figures since the last one.
+      summarise: Turns the merged figures of steps into what is written.
       evaluate: ``state -> figures``, or None.
       eval_every: Steps between two evaluations; 0 evaluates after the last step only.
       best_by: The figure of ``evaluate`` that chooses the best state, or None.

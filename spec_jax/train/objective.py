@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.contracts import Model
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
+from spec_jax.train.means import Mean
 from spec_jax.train.unroll import shifted
 
 
@@ -32,7 +32,7 @@ class Batch:
 
     tokens: jax.Array  # i32[B,W]
     mask: jax.Array  # bool[B,W], True where the token is to be predicted
-    key: jax.Array  # of the step
+    key: jax.Array  # of the step, or key[B] of its rows, see ``row_keys``
     view: View | None = None
     # i32[B,W], the column in which each token's document begins. A document is a text by itself:
     # its tokens see no other, its positions begin at 0, and no draft runs from one into the next.
@@ -45,14 +45,29 @@ class Batch:
         return columns if self.begins is None else columns - shifted(self.begins, shift, num_rows)
 
 
+def row_keys(key: jax.Array, num_rows: int) -> jax.Array:
+    """Returns key[B], one for each row of a step: what a row draws depends on its number alone.
+
+    Args:
+      key: of the step, or key[B], which is returned.
+      num_rows: B.
+    """
+    if key.ndim:
+        return key
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows))
+
+
 class Objective(NamedTuple):
     """How a kind of head is trained. Each is defined in ``drafters/*/objective.py``.
 
     Attributes:
       name: What configs and reports call it.
-      loss: ``(head, batch, target, *, config, model, **options) -> (loss f32[], figures)``, a
-        pure function: ``head`` is trained, ``target`` holds the target's weights, which stay as
-        they are, ``config`` is the head's shape and ``model`` the target's functions.
+      loss: ``(head, batch, target, *, config, model, counts=None, **options) -> (loss f32[],
+        figures)``, a pure function: ``head`` is trained, ``target`` holds the target's weights,
+        which stay as they are, ``config`` is the head's shape and ``model`` the target's functions.
+        Its figures are arrays or ``Mean``s by name. Among them ``terms`` has a ``Mean`` by name,
+        and the loss is the sum of all these means; if ``counts`` are given, each term is divided by
+        its entry there instead, so that the losses of several batches add up to that of all.
       constants: The names of parameters that belong to the head and are not trained.
       drafts: ``(params, features dtype[B,T+2,E], tokens i32[B,T+2], num_draft, *, config, model)
         -> i32[K,B,T]``, of heads that are not unrolled: the likeliest drafts in the places after
@@ -81,12 +96,19 @@ class Objective(NamedTuple):
           constants: The head's parameters that are not trained.
 
         Returns:
-          ``(params, batch, target) -> (loss, figures)``, where ``params`` are trained.
+          ``(params, batch, target, counts=None) -> (loss, figures)``, where ``params`` are
+          trained.
         """
         known = inspect.signature(self.loss).parameters
         options = {name: value for name, value in options.items() if name in known}
         loss = functools.partial(self.loss, config=config, model=model, **options)
-        return lambda params, batch, target: loss({**params, **constants}, batch, target)
+
+        def run(params, batch, target, counts=None):
+            if counts is None:
+                return loss({**params, **constants}, batch, target)
+            return loss({**params, **constants}, batch, target, counts=counts)
+
+        return run
 
     def split(self, params: Mapping[str, Any]) -> tuple[dict, dict]:
         """Splits a head's parameters into those that are trained and the constants."""
@@ -117,47 +139,30 @@ def target_view(
 
 
 def with_view(
-    loss: Callable[[Any, Batch, Any], tuple[jax.Array, dict]],
-    config: ModelConfig,
-    taps: tuple[int, ...],
-) -> Callable[[Any, Batch, Any], tuple[jax.Array, dict]]:
+    loss: Callable[..., tuple[jax.Array, dict]], config: ModelConfig, taps: tuple[int, ...]
+) -> Callable[..., tuple[jax.Array, dict]]:
     """Returns a loss that computes the target's states of batches that have none.
 
     Args:
-      loss: ``(params, batch, target) -> (loss, figures)``, of ``Objective.bind``.
+      loss: ``(params, batch, target, counts=None) -> (loss, figures)``, of ``Objective.bind``.
       config: The target's shape.
       taps: The states that the loss reads, see ``transformer.forward``.
     """
 
-    def run(params, batch, target):
+    def run(params, batch, target, counts=None):
         if batch.view is None:
             view = target_view(target, batch.tokens, batch.begins, config=config, taps=taps)
             batch = batch.replace(view=view)
-        return loss(params, batch, target)
+        return loss(params, batch, target, counts)
 
     return run
-
-
-def weighted_mean(
-    values: jax.Array, weights: jax.Array, count: jax.Array | None = None
-) -> jax.Array:
-    """Computes the sum of ``values * weights`` divided by ``count``; 0 if nothing counts.
-
-    Args:
-      values: f32[...].
-      weights: bool[...] or f32[...].
-      count: f32[], by default the sum of the weights.
-    """
-    weights = weights.astype(jnp.float32)
-    count = weights.sum() if count is None else count
-    return jnp.where(weights > 0, values * weights, 0.0).sum() / jnp.maximum(count, 1)
 
 
 def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array]) -> dict:
     """Counts by position how often the text's own token was drafted, teacher-forced.
 
     A position is reached if every draft before it was the text's token. So on text that the
-    target wrote greedily, ``hits / reached`` is the conditional acceptance of greedy decoding.
+    target wrote greedily, the share is the conditional acceptance of greedy decoding.
 
     Args:
       drafts: i32[B,T] by step, the likeliest token for the place of token t + 2 + j.
@@ -165,7 +170,8 @@ def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array
       weights: bool[B,T] by step, the rows that count.
 
     Returns:
-      ``reached`` and ``hits``, f32[K], counts over the batch.
+      ``teacher_forced_accept``, the share f32[K] of the drafts reached that were the text's token.
+      What real decoding accepts is another figure.
     """
     T = drafts[0].shape[1]
     is_reached = jnp.ones(drafts[0].shape, bool)
@@ -176,20 +182,4 @@ def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array
         is_reached &= draft == shifted(batch.tokens, 2 + step, T)
         hits.append(is_reached.sum())
     count = lambda x: jnp.stack(x).astype(jnp.float32)
-    return {"reached": count(reached), "hits": count(hits)}
-
-
-def chain_rates(figures: Mapping) -> dict:
-    """Turns the counts of ``chain_figures`` into conditional rates by position.
-
-    They are named ``teacher_forced_accept``: what real decoding accepts is another figure. NaN
-    where no position was reached. ``teacher_forced_tau`` is what a round emits at these rates.
-    """
-    rest = {name: value for name, value in figures.items() if name not in ("reached", "hits")}
-    if "hits" in figures:
-        hits, reached = np.asarray(figures["hits"]), np.asarray(figures["reached"])
-        is_reached = reached > 0
-        rates = hits / np.where(is_reached, reached, 1)
-        rest["teacher_forced_accept"] = np.where(is_reached, rates, np.nan)
-        rest["teacher_forced_tau"] = 1 + np.cumprod(rates).sum()
-    return rest
+    return {"teacher_forced_accept": Mean(count(hits), count(reached))}

@@ -51,7 +51,6 @@ def make_optimizer(
     matrix_lr: float,
     weight_decay: float,
     clip: float,
-    accumulate: int = 1,
 ) -> optax.GradientTransformation:
     """Makes AdamW, or Muon for the inner matrices with AdamW for the rest.
 
@@ -69,7 +68,6 @@ def make_optimizer(
       matrix_lr: The peak rate of Muon.
       weight_decay: Decoupled weight decay, on matrices (the embedding included).
       clip: The largest norm of the whole gradient.
-      accumulate: The number of batches whose mean gradient makes one update.
 
     Raises:
       ConfigError: The name is unknown.
@@ -91,8 +89,7 @@ def make_optimizer(
             weight_decay_mask=is_matrix,
             muon_weight_dimension_numbers=_inner_matrices,
         )
-    update = optax.chain(optax.clip_by_global_norm(clip), update)
-    return optax.MultiSteps(update, accumulate) if accumulate > 1 else update
+    return optax.chain(optax.clip_by_global_norm(clip), update)
 
 
 def _inner_matrices(params):

@@ -1,5 +1,6 @@
 """The experiment that trains heads: from files to an exported head, resumed, refused."""
 
+import functools
 import importlib
 import json
 import pathlib
@@ -105,6 +106,21 @@ def test_a_stopped_run_goes_on_to_the_same_head(files, run, tmp_path):
     target = load_model(files / "target")
     heads = [load_draft(folder / "export", target) for folder in (tmp_path / "run", run[0])]
     jax.tree.map(np.testing.assert_array_equal, *(head.params for head in heads))
+
+
+@pytest.mark.exhaustive
+def test_a_step_of_two_accumulated_batches_is_that_of_one_of_both(files, tmp_path):
+    """Its figures, and what the optimizer keeps of its gradient, with windows of a masked text."""
+
+    def step(batch, accumulate):
+        config = small(files, batch=batch, **{"optimizer.accumulate": accumulate})
+        experiment = HeadExperiment(config, tmp_path)
+        windows = experiment.batch_at(0)
+        assert len(windows.tokens) == 4 and (windows.view is None) == (accumulate > 1)
+        return jax.device_get(experiment.step(experiment.init_state(), windows))
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, step(2, 2), step(4, 1))
 
 
 OBJECTIVES = {

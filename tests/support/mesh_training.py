@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters import registry
-from spec_jax.drafters.block.config import DFlash2Config, DSparkConfig, TreeFlashConfig
+from spec_jax.drafters.block.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    TreeFlashConfig,
+)
 from spec_jax.drafters.block.objective import OBJECTIVES as BLOCKS
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
 from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3, PEAGLE
@@ -18,7 +23,7 @@ from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.params import head_counts, param_shardings
 from spec_jax.sharding import shardings
-from spec_jax.train.objective import Batch, target_view
+from spec_jax.train.objective import Batch, row_keys, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
@@ -36,6 +41,7 @@ HEADS = {
     "eagle3": (EAGLE3, EagleConfig.of_target(MODEL, 3, 64), {"num_steps": 3}),
     "peagle": (PEAGLE, PEagleConfig.of_target(MODEL, num_layers=2, max_draft=4), FEW),
     "mtp": (MTP, MtpConfig.of_target(MODEL), {"num_steps": 3, "labels": "target"}),
+    "dflash": (BLOCKS["dflash"], DFlashConfig.of_target(MODEL), FEW),
     "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), FEW),
     "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), FEW),
     "dflash2": (BLOCKS["dflash2"], DFlash2Config.of_target(MODEL, selector_rank=8), FEW),
@@ -74,11 +80,12 @@ class Run:
       name: One of ``OBJECTIVES``.
       mesh: As text, or None.
       is_fully_sharded: See ``Placement``.
-      **optimizer: What differs from ``adamw``.
+      **optimizer: What differs from ``adamw``, or ``accumulate`` of ``train_step``.
     """
 
     def __init__(self, name, mesh=None, is_fully_sharded=False, /, **optimizer):
         self.placement = Placement.of(mesh, is_fully_sharded)
+        parts = optimizer.pop("accumulate", 1)
         self.optimizer = adamw(**optimizer)
         self.frozen, self._view = None, None
         self.config, self.constants = MODEL, {}
@@ -93,10 +100,13 @@ class Run:
             loss, init = self._model(name)
             if mesh:
                 where = param_shardings(self.config, self.placement.mesh, self.placement.axis_rules)
+        self.loss, self.init = loss, init
         self.make = lambda: TrainState.create(init(), self.optimizer)
         self.where = self.placement.state_shardings(where, self.make)
         self.state = self.placement.create(self.make, self.where)
-        step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
+        step = functools.partial(
+            train_step, objective=loss, optimizer=self.optimizer, accumulate=parts
+        )
         self.step = self.placement.jit_step(step, self.where)
 
     def _freeze(self, config, seed):
@@ -133,10 +143,10 @@ class Run:
         tokens = self.placement.place(windows(step, rows))
         if self._view is None:
             return tokens
-        mask = np.ones((rows, tokens.shape[1]), bool)
-        mask[:, :4] = False
+        mask = np.arange(tokens.shape[1]) >= 4 + np.arange(rows)[:, None]  # of unequal lengths
         view = self._view(self.frozen, tokens)
-        return self.placement.place(Batch(tokens, mask, jax.random.key(step), view))
+        keys = row_keys(jax.random.key(step), rows)
+        return self.placement.place(Batch(tokens, mask, keys, view))
 
     def train(self, begin=0, end=STEPS):
         """Trains from step to step, and returns the losses."""

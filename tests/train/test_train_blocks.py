@@ -191,10 +191,10 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
     assert seen["count"].tolist() == [3, 3, 1, 1]
     means = {what: seen[what] / np.maximum(seen["count"], 1) for what in seen}
     np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
-    np.testing.assert_allclose(figures["loss_by_step"], means["nats"], rtol=1e-5)
-    np.testing.assert_allclose(figures["confidence_bias"], means["bias"], atol=1e-6)
-    np.testing.assert_array_equal(figures["hits"], seen["hits"])
-    np.testing.assert_array_equal(figures["reached"], seen["reached"])
+    np.testing.assert_allclose(figures["loss_by_step"].value, means["nats"], rtol=1e-5)
+    np.testing.assert_allclose(figures["confidence_bias"].value, means["bias"], atol=1e-6)
+    np.testing.assert_array_equal(figures["teacher_forced_accept"].total, seen["hits"])
+    np.testing.assert_array_equal(figures["teacher_forced_accept"].count, seen["reached"])
     nothing, _ = run(head, batch.replace(mask=jnp.zeros(TEXT.shape, bool)), TARGET.params)
     assert float(nothing) == 0.0
 

@@ -213,7 +213,7 @@ def test_a_chains_loss_in_chunks_is_the_weighted_mean_of_all_drafts(rows, monkey
 
     def in_chunks(w, states):
         loss, figures = chunks.chain_loss(measure, w, states, batch, batch.tokens[:, 2:], shares)
-        return 3 * loss, figures["loss_by_step"]
+        return 3 * loss, figures["loss_by_step"].value
 
     def defined(w, states):
         log_p = jax.nn.log_softmax(states @ w)

@@ -22,7 +22,7 @@ from spec_jax.errors import TrainingError
 from spec_jax.train import loop
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import flatten, read_metrics
-from spec_jax.train.objective import chain_rates
+from spec_jax.train.means import Mean, report
 
 # orbax leaves the threads of a read that failed to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -225,8 +225,8 @@ def test_the_best_state_by_a_figure_is_kept(tmp_path):
 
 
 def test_a_position_that_no_draft_reached_has_no_figure():
-    counts = {"reached": np.asarray([2.0, 0.5, 0.0]), "hits": np.asarray([1.0, 0.5, 0.0])}
-    assert flatten(chain_rates(counts)) == {
+    accept = Mean(np.asarray([1.0, 0.5, 0.0]), np.asarray([2.0, 0.5, 0.0]))
+    assert flatten(report({"teacher_forced_accept": accept})) == {
         "teacher_forced_accept_1": 0.5,
         "teacher_forced_accept_2": 1.0,
         "teacher_forced_tau": 2.0,
@@ -235,7 +235,7 @@ def test_a_position_that_no_draft_reached_has_no_figure():
 
 def test_figures_are_logged_by_step_and_position(tmp_path):
     assert flatten({"a": 1, "b": np.asarray([0.5, 0.25])}) == {"a": 1, "b_1": 0.5, "b_2": 0.25}
-    run(tmp_path, num_steps=3, summarise=lambda figures: {"pair": np.ones(2), **figures})
+    run(tmp_path, num_steps=3, summarise=lambda figures: {"pair": np.ones(2), **report(figures)})
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert {"loss", "grad_norm", "pair_1", "pair_2", "tok_s", "cpu_s"} <= set(lines[0])

@@ -61,9 +61,9 @@ def test_a_loss_is_the_weighted_mean_over_drafts_of_whole_passes(name):
                 hits[k] += is_chain
     assert count.min() > 0 and count[0] > count[1] >= count[3]
     shares = np.maximum(decay ** np.arange(K), floor)
-    np.testing.assert_allclose(figures["loss_by_step"], sums / count, rtol=1e-4)
+    np.testing.assert_allclose(figures["loss_by_step"].value, sums / count, rtol=1e-4)
     np.testing.assert_allclose(loss, (shares * sums / count).sum() / shares.sum(), rtol=1e-4)
-    np.testing.assert_array_equal(figures["reached"], reached)
-    np.testing.assert_array_equal(figures["hits"], hits)
+    np.testing.assert_array_equal(figures["teacher_forced_accept"].count, reached)
+    np.testing.assert_array_equal(figures["teacher_forced_accept"].total, hits)
     nothing, _ = run(params, batch.replace(mask=jnp.zeros(TEXT.shape, bool)), TARGET.params)
     assert float(nothing) == 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,17 @@ from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, 
 from spec_jax.train.blocks import Blocks, blocks_at_once, map_anchors, origins
 from spec_jax.train.chunks import cut_chunks, sum_chunks
 from spec_jax.train.losses import cross_entropy, soft_cross_entropy, total_variation
+from spec_jax.train.means import Mean, loss_of
 from spec_jax.train.objective import Batch, Objective
 
+_FIGURES = {  # means over the drafts that count, by the name of their sum
+    "loss": "loss_by_step",
+    "right": "accuracy",
+    "accepted": "acceptance",
+    "chain": "chain_acceptance",
+    "bias": "confidence_bias",
+    "recall": "recall",
+}
 _CONTEXT = ("fc", "context_norm")  # what the target's states go through, once for all blocks
 
 
@@ -138,6 +148,7 @@ def block_loss(
     base_weight: float = 0.0,
     l1_weight: float = 0.0,
     confidence_weight: float = 0.0,
+    counts: Mapping[str, jax.Array] | None = None,
     has_every_anchor: bool = False,
     is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
@@ -165,14 +176,15 @@ def block_loss(
         take them from the step's.
       l1_weight: Of the L1 distance from the target's distribution.
       confidence_weight: Of the confidence, whose label has no gradient.
+      counts: See ``Objective``.
       has_every_anchor: Blocks begin at every ``block_size`` tokens, for evaluation.
       is_remat: Whether the backward pass computes each layer again instead of storing it.
 
     Returns:
-      The loss, and f32[K] ``loss_by_step`` in nats, ``accuracy``, ``reached`` and ``hits``; in
+      The loss, and f32[K] ``loss_by_step`` in nats, ``accuracy`` and ``teacher_forced_accept``; in
       DFlash 2 also ``recall``, how often the text's token is a candidate. Where the target's
-      distribution is read also f32[K] ``acceptance`` and f32[] ``tau_sampled``, the tokens that a
-      round at temperature 1 is expected to emit; and f32[K] ``confidence_bias``, by how much the
+      distribution is read also f32[K] ``acceptance`` and ``chain_acceptance``, how likely a round
+      at temperature 1 accepts that many drafts; and f32[K] ``confidence_bias``, by how much the
       confidence exceeds the acceptance in the mean.
 
     Raises:
@@ -201,17 +213,18 @@ def block_loss(
         x = states_at(params, *given, is_remat=is_remat)
         before, labels = (slots(batch.tokens, anchors, first, K) for first in (0, 1))
         base, q = scores_at(params, x, before, config, model)
-        counts = counted(mask, anchors, is_kept, K)
+        is_counted = counted(mask, anchors, is_kept, K)
         if has_candidates:  # the text's token is among them while training
             loss, is_candidate = candidate_loss(head, base, x, before, labels, config)
         else:
             loss = cross_entropy(q, labels)
-        weights = weigh_slots(slot_weights, counts, jnp.exp(-loss), decay=decay)
-        total, is_right = text_weight * loss, counts & (jnp.argmax(q, axis=-1) == labels)
+        weights = weigh_slots(slot_weights, is_counted, jnp.exp(-loss), decay=decay)
+        is_right = is_counted & (jnp.argmax(q, axis=-1) == labels)
+        total = text_weight * loss
         if base_weight > 0:
             total += base_weight * cross_entropy(base, labels)
-        reached, hits = chains(counts, is_right)
-        sums = {"weight": weights, "count": counts, "loss": loss, "right": is_right}
+        reached, hits = chains(is_counted, is_right)
+        sums = {"weight": weights, "count": is_counted, "loss": loss, "right": is_right}
         sums |= {"reached": reached, "hits": hits}
         if has_candidates:
             sums["recall"] = is_candidate
@@ -227,7 +240,7 @@ def block_loss(
             logit = confidence_logits(head, x, before, config)
             total += confidence_weight * (jnp.logaddexp(0.0, logit) - accepted * logit)
             sums["bias"] = jax.nn.sigmoid(logit) - accepted
-        by_slot = lambda x: jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+        by_slot = lambda x: jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
         return by_slot(weights * total).sum(), (jax.tree.map(by_slot, sums), ())
 
     size = blocks_at_once(batch.tokens, anchors, config.block_size, config.layer)
@@ -235,17 +248,12 @@ def block_loss(
     context = context_keys(head, batch.view.features, config, batch.begins)
     trained = {name: w for name, w in head.items() if name not in _CONTEXT}
     loss, sums, _ = sum_chunks(chunk, (trained, context), (), blocks)
-    count = jnp.maximum(sums["count"], 1)
-    figures = {"loss_by_step": sums["loss"] / count, "accuracy": sums["right"] / count}
-    figures |= {"reached": sums["reached"], "hits": sums["hits"]}
-    if reads_target:
-        figures["acceptance"] = sums["accepted"] / count
-        figures["tau_sampled"] = 1 + (sums["chain"] / count).sum()
-    for name, figure in (("bias", "confidence_bias"), ("recall", "recall")):
+    terms = {"drafts": Mean(loss, sums["weight"].sum())}
+    figures = {"terms": terms, "teacher_forced_accept": Mean(sums["hits"], sums["reached"])}
+    for name, figure in _FIGURES.items():
         if name in sums:
-            figures[figure] = sums[name] / count
-    total = sums["weight"].sum()
-    return jnp.where(total > 0, loss / jnp.where(total > 0, total, 1.0), 0.0), figures
+            figures[figure] = Mean(sums[name], sums["count"])
+    return loss_of(terms, counts), figures
 
 
 def text_drafts(

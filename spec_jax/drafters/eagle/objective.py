@@ -8,6 +8,8 @@ pairs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -27,7 +29,8 @@ from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, 
 from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, map_anchors, origins
 from spec_jax.train.chunks import chain_loss, cut_chunks, sum_chunks
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
-from spec_jax.train.objective import Batch, Objective, weighted_mean
+from spec_jax.train.means import Mean, loss_of, reciprocal
+from spec_jax.train.objective import Batch, Objective, row_keys
 from spec_jax.train.unroll import shifted, unroll
 
 
@@ -47,6 +50,7 @@ def eagle1_loss(
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
     noise: float = 0.0,
+    counts: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, dict]:
     """Computes smooth L1 to the target's next feature, plus cross-entropy to its distribution.
 
@@ -63,21 +67,23 @@ def eagle1_loss(
       token_weight: The weight of the cross-entropy.
       noise: The width of the noise on the features that are read, times 512 over the length.
         The published value is 0.2.
+      counts: See ``Objective``.
 
     Returns:
-      The loss, and ``feature_loss``, ``token_loss`` in nats, ``reached`` and ``hits`` f32[1].
+      The loss, and ``feature_loss``, ``token_loss`` in nats and ``teacher_forced_accept`` f32[1].
     """
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     features = batch.view.features
     if noise:
-        uniform = jax.random.uniform(batch.key, features.shape, jnp.float32, -0.5, 0.5)
+        draw = lambda key: jax.random.uniform(key, features.shape[1:], jnp.float32, -0.5, 0.5)
+        uniform = jax.vmap(draw)(row_keys(batch.key, len(features)))
         features = features + (noise * 512 / T * uniform).astype(features.dtype)
     x = unroll(eagle_head(config, model), params, features, batch.tokens, 1, batch.begins)
     weight = shifted(batch.mask, 2, T) & (batch.place(2, T) >= 2)
     next_features = shifted(batch.view.features, 1, T).astype(jnp.float32)
     regression = smooth_l1(x[0].astype(jnp.float32) - next_features).mean(axis=-1)
-    feature_loss = weighted_mean(regression, weight)
+    feature_loss = Mean.of(regression, weight)
 
     def measure(_, states, hidden):
         q = model.unembed(target, states)
@@ -85,10 +91,13 @@ def eagle1_loss(
         return soft_cross_entropy(p, q), jnp.argmax(q, axis=-1)
 
     hidden, share = batch.view.hidden[:, 1 : 1 + T], jnp.full(1, token_weight)
-    loss, figures = chain_loss(measure, {}, x, batch, hidden, share)
-    (token_loss,) = figures.pop("loss_by_step")
+    over = counts and counts["tokens"]
+    loss, figures = chain_loss(measure, {}, x, batch, hidden, share, over)
+    features = {"features": Mean(feature_weight * feature_loss.total, feature_loss.count)}
+    figures["terms"] |= features
+    token_loss = jax.tree.map(lambda x: x[0], figures.pop("loss_by_step"))
     figures |= {"feature_loss": feature_loss, "token_loss": token_loss}
-    return feature_weight * feature_loss + loss, figures
+    return loss + loss_of(features, counts), figures
 
 
 def eagle3_loss(
@@ -101,6 +110,7 @@ def eagle3_loss(
     num_steps: int = 7,
     decay: float = 0.8,
     divergence: str = "cross-entropy",
+    counts: Mapping[str, jax.Array] | None = None,
     is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
     """Computes the decayed sum over K steps of the divergence from the target's distribution.
@@ -120,10 +130,11 @@ def eagle3_loss(
       num_steps: K; 1 is training without training-time test.
       decay: Step j is weighted by ``decay ** j``.
       divergence: A key of ``losses.DIVERGENCES``.
+      counts: See ``Objective``.
       is_remat: See ``unroll``.
 
     Returns:
-      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+      The loss, and its figures, see ``chain_loss``.
     """
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
@@ -134,7 +145,8 @@ def eagle3_loss(
     measure = lambda scored, states, hidden: compare(scored, states, hidden[:, None])
     hidden = batch.view.hidden[:, 1 : 1 + T]
     shares = decay ** jnp.arange(num_steps)
-    return chain_loss(measure, _scored(head), states, batch, hidden, shares)
+    over = counts and counts["tokens"]
+    return chain_loss(measure, _scored(head), states, batch, hidden, shares, over)
 
 
 def _scored(head: dict) -> dict:
@@ -238,6 +250,7 @@ def peagle_loss(
     decay: float = 0.7,
     floor: float = 0.2,
     divergence: str = "forward-kl",
+    counts: Mapping[str, jax.Array] | None = None,
     has_every_anchor: bool = False,
     is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
@@ -260,11 +273,12 @@ def peagle_loss(
       decay: See above.
       floor: Likewise.
       divergence: A key of ``losses.DIVERGENCES``.
+      counts: See ``Objective``.
       has_every_anchor: Masked pairs follow every K-th pair, for evaluation.
       is_remat: See ``states_at``.
 
     Returns:
-      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+      The loss, and f32[K] ``loss_by_step`` in nats and ``teacher_forced_accept``.
 
     Raises:
       ConfigError: The config does not say K.
@@ -291,29 +305,35 @@ def peagle_loss(
         batch,
         after,
         shares[:1],
+        counts and counts["tokens"],
     )
-    counts = counted(mask, anchors, is_kept, K)
-    later = jnp.where(jnp.arange(K) > 0, shares / jnp.maximum(counts.sum(axis=(0, 1)), 1), 0.0)
+    is_counted = counted(mask, anchors, is_kept, K)
+    own = is_counted.sum(axis=(0, 1)).astype(jnp.float32)
+    later = jnp.where(jnp.arange(K) > 0, shares, 0.0)
+    weights = later * reciprocal(counts["drafts"] if counts else own)
 
     def chunk(params, _, rest):
-        (head, x, context), (anchors, counts) = params, rest
+        (head, x, context), (anchors, is_counted) = params, rest
         both = {"head": head, "target": target}
         given = x, context, anchors, K, config, batch.begins
         states = states_at(both, *given, is_remat=is_remat)
         losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
-        is_right = counts & (drafts == slots(batch.tokens, anchors, 1, K))
-        sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(counts, is_right)))}
-        by_step = lambda x: jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+        is_right = is_counted & (drafts == slots(batch.tokens, anchors, 1, K))
+        sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(is_counted, is_right)))}
+        by_step = lambda x: jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
         sums = jax.tree.map(by_step, sums)
-        return (later * sums["loss"]).sum(), (sums, ())
+        return (weights * sums["loss"]).sum(), (sums, ())
 
     trained = {name: w for name, w in head.items() if name not in PEAGLE.constants}
     size = blocks_at_once(batch.tokens, anchors, K, config.layer)
-    rest = cut_chunks(anchors, 1, size), cut_chunks(counts, 1, size)
+    rest = cut_chunks(anchors, 1, size), cut_chunks(is_counted, 1, size)
     others, sums, _ = sum_chunks(chunk, (trained, x, context), (), rest)
-    by_step = sums["loss"] / jnp.maximum(counts.sum(axis=(0, 1)), 1)
-    figures = {"loss_by_step": by_step.at[0].set(first["loss_by_step"][0])}
-    return loss + others, figures | {name: sums[name] for name in ("reached", "hits")}
+    set_first = lambda x, of_first: x.at[0].set(of_first[0])
+    by_step = jax.tree.map(set_first, Mean(sums["loss"], own), first["loss_by_step"])
+    terms = first["terms"] | {"drafts": Mean(later * sums["loss"], own)}
+    accept = Mean(sums["hits"], sums["reached"])
+    figures = {"terms": terms, "loss_by_step": by_step, "teacher_forced_accept": accept}
+    return loss + others, figures
 
 
 def parallel_drafts(

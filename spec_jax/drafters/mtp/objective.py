@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ def mtp_loss(
     num_steps: int = 3,
     decay: float | None = None,
     labels: str = "text",
+    counts: Mapping[str, jax.Array] | None = None,
     is_remat: bool = False,
 ) -> tuple[jax.Array, dict]:
     """Computes the weighted mean of the cross-entropy over depths.
@@ -50,10 +52,11 @@ def mtp_loss(
       decay: Step j is weighted by ``decay ** j``, and the weights add up to 1. By default 0.6
         for a recycled module, else 1.
       labels: What is predicted: the tokens of the "text" or the distribution of the "target".
+      counts: See ``Objective``.
       is_remat: See ``unroll``.
 
     Returns:
-      The loss, and f32[K] ``loss_by_step`` in nats, ``reached`` and ``hits``.
+      The loss, and its figures, see ``chain_loss``.
 
     Raises:
       ConfigError: The labels are unknown.
@@ -87,7 +90,8 @@ def mtp_loss(
     true = batch.view.hidden[:, 1 : 1 + T] if is_soft else batch.tokens[:, 2:]
     usual = 0.6 if config.protocol == "recycled" else 1.0
     share = (usual if decay is None else decay) ** jnp.arange(K)
-    return chain_loss(measure, scored, states, batch, true, share / share.sum())
+    over = counts and counts["tokens"]
+    return chain_loss(measure, scored, states, batch, true, share / share.sum(), over)
 
 
 MTP = Objective("mtp", mtp_loss)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
+import jax.numpy as jnp
 
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.train import losses
+from spec_jax.train.means import Mean, loss_of
 
 
 def lm_loss(
-    params: dict, batch: jax.Array, teacher: None = None, *, config: ModelConfig
+    params: dict,
+    batch: jax.Array,
+    teacher: None = None,
+    counts: Mapping[str, jax.Array] | None = None,
+    *,
+    config: ModelConfig,
 ) -> tuple[jax.Array, dict]:
     """Computes the mean cross-entropy of the text's tokens.
 
@@ -18,20 +27,27 @@ def lm_loss(
       params: The model's weights; they are trained.
       batch: i32[B,T+1], windows.
       teacher: Not read; it makes the signature that of every objective.
+      counts: See ``Objective``.
       config: The model's shape.
 
     Returns:
-      The loss in nats a token, and no further figures.
+      The loss in nats a token, and its ``terms``.
     """
     del teacher
     logits = transformer.logits(params, batch[:, :-1], config=config)
-    return losses.cross_entropy(logits, batch[:, 1:]).mean(), {}
+    terms = {"tokens": _mean(losses.cross_entropy(logits, batch[:, 1:]))}
+    return loss_of(terms, counts), {"terms": terms}
+
+
+def _mean(values: jax.Array) -> Mean:
+    return Mean(values.sum(), jnp.asarray(values.size, jnp.float32))
 
 
 def distill_loss(
     params: dict,
     batch: jax.Array,
     teacher: dict,
+    counts: Mapping[str, jax.Array] | None = None,
     *,
     config: ModelConfig,
     teacher_config: ModelConfig,
@@ -47,6 +63,7 @@ def distill_loss(
       params: The draft's weights; they are trained.
       batch: i32[B,T+1], windows.
       teacher: The teacher's weights; they are not trained.
+      counts: See ``Objective``.
       config: The draft's shape.
       teacher_config: The teacher's shape.
       ce_weight: The weight of the text's cross-entropy.
@@ -59,13 +76,14 @@ def distill_loss(
     measure = losses.make_divergence(divergence)
     p = jax.lax.stop_gradient(transformer.logits(teacher, batch[:, :-1], config=teacher_config))
     q = transformer.logits(params, batch[:, :-1], config=config)
-    loss = measure(p, q).mean()
-    ce = losses.cross_entropy(q, batch[:, 1:]).mean()
+    ce = losses.cross_entropy(q, batch[:, 1:])
+    terms = {"tokens": _mean(measure(p, q) + ce_weight * ce)}
     q = jax.lax.stop_gradient(q)
     figures = {
-        "kl": losses.forward_kl(p, q).mean(),
-        "ce": ce,
-        "top1_agreement": losses.expected_acceptance(p, q, temperature=0.0).mean(),
-        "acceptance": losses.expected_acceptance(p, q).mean(),
+        "terms": terms,
+        "kl": _mean(losses.forward_kl(p, q)),
+        "ce": _mean(ce),
+        "top1_agreement": _mean(losses.expected_acceptance(p, q, temperature=0.0)),
+        "acceptance": _mean(losses.expected_acceptance(p, q)),
     }
-    return loss + ce_weight * ce, figures
+    return loss_of(terms, counts), figures
