@@ -47,7 +47,8 @@ def get_config() -> ConfigDict:
             "frequency_penalty": 0.0,  # subtracted once for each time in the output
         }
     )
-    config.seed = 0  # chooses the pieces; sampling of prompt i has seed + i
+    # Chooses the pieces. Temperature number i samples with seed + i, and anew for each prompt.
+    config.seed = 0
     config.batch = 32  # rows decoded together; in float32 it may change between runs
     config.log_every_s = 10  # between lines of progress
     return config

@@ -94,8 +94,10 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
       PromptError: Target or draft cannot hold the longest prompt and its response.
       WeightsError: There is no such model.
     """
-    values = {**config.sampler, "seed": config.seed}
-    samplers = [build(SamplerConfig, {**values, "temperature": t}) for t in config.temperatures]
+    samplers = [
+        build(SamplerConfig, {**config.sampler, "temperature": t, "seed": config.seed + i})
+        for i, t in enumerate(config.temperatures)
+    ]
     layers = dict(scan_layers=config.scan_layers, attention=config.attention)
     load = functools.partial(load_model, dtype=config.dtype, mesh=where.mesh, **layers)
     variables = cli.json_object(config, "chat_template_kwargs")

@@ -87,6 +87,14 @@ def test_draws_are_the_same_on_every_version():
     np.testing.assert_allclose(rng.uniform(row, 3), [[0.9512737, 0.03796303, 0.8282163]], rtol=1e-6)
 
 
+def test_turns_of_a_list_of_samplers_never_have_one_seed():
+    assert [rng.turn_seed(seed, 0) for seed in (0, 7, 2**32 - 1)] == [0, 7, 2**32 - 1]
+    assert len({rng.turn_seed(2**32 - 1, turn) for turn in range(1000)}) == 1000
+    for turns, apart in ((1000, 1_900_000), (100_000, 11_000)):
+        gap = rng.turn_seed(0, 1) * np.arange(1, turns, dtype=np.uint64) % 2**32
+        assert np.minimum(gap, 2**32 - gap).min() >= apart
+
+
 def test_drafts_of_two_requests_never_have_one_seed():
     far = np.random.default_rng(0).integers(2**32, size=2000).astype(np.uint32)
     for own in (0, 7, 2**32 - 1):

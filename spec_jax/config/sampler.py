@@ -40,9 +40,9 @@ class SamplerConfig(ConfigRecord):
       logit_bias: added to the logits of these token ids, at most 1e20; -inf, or anything below
         -1e20, forbids one.
       processors: ``spec_jax.Processor``s of your own, applied in this order.
-      seed: one config for a whole batch seeds row i with ``seed + i``; in a list of configs
-        each row has its own. The seed of a draft sampler is folded into that of the row's target,
-        so one draft sampler draws other drafts for each row.
+      seed: one config for a whole batch or queue seeds row i with ``seed + i``; in a list of
+        configs each row has its own. The seed of a draft sampler is folded into that of the row's
+        target, so one draft sampler draws other drafts for each row.
     """
 
     temperature: float = 0.0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spec_jax import decoding
+from spec_jax import decoding, rng
 from spec_jax.compilation import Timed
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
@@ -77,9 +77,9 @@ class DecodeQueue:
     Rounds run until any row finishes; that row takes the next prompt. A prompt longer than the
     decoder's ``prefill_chunk`` is fed in chunks, between which the other rows decode. A prompt's
     result depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ...
-    and one sampler the results equal those of ``decoder.generate`` on all of the prompts, unless
-    the drafter or adaptive K learn from finished rows (see ``generate``). Rows that end with a
-    fault are yielded; their ``finish_reason`` names it.
+    and one sampler, or one for each prompt, the results equal those of ``decoder.generate`` on all
+    of the prompts, unless the drafter or adaptive K learn from finished rows (see ``generate``).
+    Rows that end with a fault are yielded; their ``finish_reason`` names it.
 
     If the iterator ``prompts`` raises, a prompt is invalid, or the function of a ``host_drafter``
     raises, the running rows are finished and yielded before the error is raised. If decoding itself
@@ -102,8 +102,10 @@ class DecodeQueue:
       stop: strings at which a row ends, as in ``generate``.
       stop_tokens: ids at which a row ends; by default the target's own.
       chat_template_kwargs: variables of the chat template, as in ``generate``.
-      sampler: replaces the decoder's: one, or several that are used in turn; ``sampler_of`` returns
-        the sampler and seed of a prompt. "model" as in ``generate``.
+      sampler: replaces the decoder's: one, whose seed counts up with the index; or a list that is
+        used in turn, whose seeds stand in the first turn. In later turns the number of the turn is
+        folded into them, so that prompts share noise only where the list repeats a seed.
+        ``sampler_of`` returns the sampler and seed of a prompt. "model" as in ``generate``.
       draft_sampler: likewise; the seeds of draft samplers do not count up, since each is folded
         into its prompt's.
       cancellation_token: ends the queue, in addition to the decoder's own token: no more prompts
@@ -476,10 +478,17 @@ def _is_pair(item: Sequence[Any]) -> bool:
 
 
 def sampler_of(samplers: Samplers, index: int) -> SamplerConfig:
-    """Returns the sampler of a queue's prompt: samplers are used in turn, and seeds count up."""
-    configs = [samplers] if isinstance(samplers, SamplerConfig) else samplers
-    config = configs[index % len(configs)]
-    return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
+    """Returns the sampler of a queue's prompt, with the seed that ``generate`` takes for its row.
+
+    Args:
+      samplers: one, whose seed counts up; or several, which are used in turn (``rng.turn_seed``).
+      index: the prompt's.
+    """
+    if isinstance(samplers, SamplerConfig):
+        return dataclasses.replace(samplers, seed=(samplers.seed + index) % 2**32)
+    turn, number = divmod(index, len(samplers))
+    config = samplers[number]
+    return dataclasses.replace(config, seed=rng.turn_seed(config.seed, turn))
 
 
 def _in_turn(
@@ -497,7 +506,7 @@ def _in_turn(
         rows = jax.tree.map(lambda column: jnp.asarray(column[turns]), table)
         if not counts_up:
             return rows
-        seeds = [sampler_of(configs, index).seed for index in indices]
+        seeds = [sampler_of(samplers, index).seed for index in indices]
         return rows.replace(seed=jnp.asarray(np.asarray(seeds, np.uint32)))
 
     return rows_of

@@ -13,15 +13,23 @@ from support.eagle_heads import CONFIGS, head_of
 from support.meshes import mesh
 from support.tiny_models import LLAMA, random_weights
 
-from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
+from spec_jax import (
+    DecodeQueue,
+    SamplerConfig,
+    SpeculativeConfig,
+    SpeculativeDecoder,
+    decoding,
+    rng,
+)
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.engine import Engine
-from spec_jax.engine.queue import ROUNDS_BETWEEN
+from spec_jax.engine.queue import ROUNDS_BETWEEN, sampler_of
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, PromptError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
+from spec_jax.sampling import make_samplers
 from spec_jax.testing import mock_model, toy_model
 
 V, NEW = 29, 9
@@ -69,6 +77,17 @@ def test_every_prompt_gives_its_greedy_stream():
         assert counts(decoder.stats) == counts(sum_of(rows))
 
 
+def test_seeds_of_a_list_of_samplers_are_those_of_a_call_and_then_others():
+    """Prompts share a seed only where the list repeats one; a sampler alone counts up in both."""
+    turns, one = [SamplerConfig(1.0, seed=seed) for seed in (7, 3, 7)], SamplerConfig(1.0, seed=9)
+    seed_of = lambda samplers, index: sampler_of(samplers, index).seed
+    for samplers, count in ((turns, 3), (one, 5)):
+        in_call = make_samplers(samplers, None, count, V)[0].seed.tolist()
+        assert in_call == [seed_of(samplers, index) for index in range(count)]
+    seeds = [seed_of(turns, index) for index in range(3 * 200)]
+    assert seeds[::3] == seeds[2::3] and len({*seeds}) == 2 * 200
+
+
 @pytest.mark.exhaustive
 def test_samplers_take_turns_and_may_differ_in_what_they_have():
     decoder = SpeculativeDecoder(mock_model(V, 0))
@@ -79,7 +98,7 @@ def test_samplers_take_turns_and_may_differ_in_what_they_have():
     ]
     options = dict(
         sampler=[turns[i % 3] for i in range(len(PROMPTS))],
-        seeds=[turns[i % 3].seed + i for i in range(len(PROMPTS))],
+        seeds=[rng.turn_seed(turns[i % 3].seed, i // 3) for i in range(len(PROMPTS))],
     )
     rows = decoder.generate(PROMPTS, NEW, stop_tokens=STOPS, **options)
     decoder.reset_stats()
