@@ -23,6 +23,16 @@ _SYNONYMS = (  # of other engines and of this package
     ("ngram", "prompt_lookup"),
     ("ngram_max", "prompt_lookup_max"),
     ("ngram_min", "prompt_lookup_min"),
+    ("prompts", "prompt", "inputs", "input_ids", "prompt_token_ids"),
+    ("max_new_tokens", "max_completion_tokens", "max_output_tokens", "max_gen_len"),
+    ("max_length", "max_seq_len", "max_model_len"),
+    ("stop_tokens", "eos_token_id", "stop_token_ids", "eos_token_ids"),
+    ("stop", "stop_strings", "stop_words", "stop_sequences", "stopping_criteria"),
+    ("num_samples", "num_return_sequences", "n"),
+    ("sampler", "sampling_params", "generation_config"),
+    ("seeds", "generator", "rng", "key"),
+    ("on_token", "streamer", "callback"),
+    ("logprobs", "output_scores", "output_logits", "return_logprob"),
 )
 
 

@@ -322,6 +322,11 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
     Raises:
       WeightsError: it is none of them.
     """
+    if name_or_path == "":
+        raise WeightsError(
+            "the name of a model or head is ''; expected a zoo name, a directory ('.' is the "
+            "current one) or an id of the Hugging Face hub"
+        )
     path = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
     if path.is_dir():
         return path

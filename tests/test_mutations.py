@@ -248,6 +248,15 @@ MUTATIONS = mutants.read("""
     positions go on from one document to the next
         Window.after: positions - begins -> positions
         test_positions_begin_anew_with_each_document
+    parts of a batch are averaged, whatever counts in them
+        step._sum_of_parts: graded(params, part, counts) -> graded(params, part)
+        test_parts_are_weighed_by_their_tokens_and_a_batch_without_any_changes_nothing
+    a batch without tokens moves by its momentum
+        step.train_step: jnp.where(is_empty, old, new) -> new
+        test_parts_are_weighed_by_their_tokens_and_a_batch_without_any_changes_nothing
+    turns of a list of samplers have its seeds
+        rng.turn_seed: seed + turn * x_ -> seed
+        test_turns_of_a_list_of_samplers_never_have_one_seed
     a draft runs into the next document
         chunks.chain_loss: batch.place(2, T) -> jnp.arange(2, 2 + T)[None]
         test_a_packed_window_is_trained_on_as_its_documents_are_alone[eagle3-None]

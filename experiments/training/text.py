@@ -43,7 +43,9 @@ _REASONS = {  # of what is left out, by the names in a corpus' counts
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError if a value of ``config.data`` is out of range."""
     data = config.data
+    sources = "'stdlib', or files and folders separated by commas, none of them empty"
     for name, ok, expected in (
+        ("text", all(_paths(data)), sources),
         ("tests_share", 0 <= data.tests_share <= 1, "a number in [0, 1]"),
         ("held_out_share", 0 < data.held_out_share < 1, "a number above 0 and below 1"),
         ("max_length", data.max_length == 0 or data.max_length >= 2, "0 (no limit), or 2 or more"),

@@ -84,6 +84,8 @@ def read_records(
       ConfigError: The file does not exist, is not UTF-8, or has a malformed line or object; the
         message says which.
     """
+    if path == "":
+        raise ConfigError("the path is ''; expected a file or folder ('.' is the current one)")
     path = pathlib.Path(path)
     if path.is_dir():
         inside = lambda file: file.relative_to(path)

@@ -153,7 +153,11 @@ def encode_all(
     every = [prompts] if is_single else prompts
     ids = [encode(target, prompt, chat_template_kwargs) for prompt in every]
     if not ids:
-        raise PromptError("the batch is empty; decoding needs at least one prompt")
+        name, item = ("prompts", "prompt") if messages is None else ("messages", "conversation")
+        raise PromptError(
+            f"{name} is {prompts!r:.80}, a batch without rows; expected at least one {item} (skip "
+            "the call where a batch may have none)"
+        )
     return ids, is_single
 
 
@@ -192,6 +196,22 @@ def _is_conversation(prompt: Any) -> bool:
     return is_list and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
 
 
+_ELSEWHERE = {  # options of other libraries, and what stands for them here
+    ("do_sample",): "pass sampler=SamplerConfig(temperature=1.0); temperature 0 is greedy",
+    ("logits_processor", "logits_processors"): "pass sampler=SamplerConfig(processors=...)",
+    ("bad_words_ids",): "pass sampler=SamplerConfig(logit_bias={id: float('-inf')})",
+    ("ignore_eos",): "pass stop_tokens=() to decode past the target's own",
+    ("min_tokens", "min_new_tokens", "min_length"): (
+        "there is no minimum; a processor can forbid the stop tokens (SamplerConfig.processors)"
+    ),
+    ("pad_token_id", "attention_mask"): "prompts are lists of ids of any lengths, without padding",
+    ("assistant_model", "draft_model"): "give the draft to SpeculativeDecoder(target, draft)",
+    ("num_beams", "use_beam_search", "length_penalty", "early_stopping"): (
+        "there is no beam search; num_samples draws several outputs"
+    ),
+}
+
+
 def refuse_options(
     options: Mapping[str, Any], function: Callable[..., Any], known: Collection[str] = ()
 ) -> None:
@@ -212,7 +232,8 @@ def refuse_options(
     for name in unknown:
         parameters = inspect.signature(function).parameters.values()
         stated = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        hint = did_you_mean(name, [*stated, *known])
+        elsewhere = next((f"; {text}" for names, text in _ELSEWHERE.items() if name in names), "")
+        hint = elsewhere or did_you_mean(name, [*stated, *known])
         if name in SamplerConfig.__dataclass_fields__ and "sampler" in {*stated, *known}:
             hint = f"; pass sampler=SamplerConfig({name}=...)"
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")

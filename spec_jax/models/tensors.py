@@ -57,7 +57,7 @@ class StrictReader:
           WeightsError: it is missing.
         """
         if name not in self.left:
-            raise WeightsError(f"{self._directory}: tensor {name} is missing")
+            raise WeightsError(f"{self._directory}: tensor {name} is missing{self._near(name)}")
         tensor = self._source.tensor(name)
 
         def read(part: Part) -> np.ndarray:
@@ -67,6 +67,21 @@ class StrictReader:
             return array
 
         return dataclasses.replace(tensor, read=read)
+
+    def _near(self, name: str) -> str:
+        """Returns what stands before the names of this file, more or less than should; or ""."""
+        for left in sorted(self.left, key=len):
+            if name.endswith(f".{left}"):
+                prefix = name.removesuffix(left)
+                return (
+                    f"; there is {left}: the names lack the prefix {prefix!r}, as those of a model "
+                    "that was saved without its output head; save the whole one (in transformers "
+                    "AutoModelForCausalLM), or rename the tensors"
+                )
+            if left.endswith(f".{name}"):
+                prefix = left.removesuffix(name)
+                return f"; there is {left}: rename the tensors, without the prefix {prefix!r}"
+        return ""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns a tensor as ``tensor`` does, and removes it from those left.

@@ -73,6 +73,8 @@ def test_blank_lines_and_marks_of_order_are_no_records(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
     assert [(r.text, r.source[-2:]) for r in read_records(file)] == [("a", ":1"), ("b", ":4")]
+    with pytest.raises(ConfigError, match="the path is ''; expected a file or folder"):
+        list(read_records(""))  # which is no name of the current folder
 
 
 def test_other_files_are_one_text_and_folders_are_read_in_order(tmp_path):

@@ -12,6 +12,7 @@ from support.tiny_models import LLAMA
 
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, load_draft
 from spec_jax.drafters import register, registry
+from spec_jax.drafters.block.config import DSparkConfig
 from spec_jax.drafters.block.model import block_drafter
 from spec_jax.drafters.eagle.model import eagle
 from spec_jax.errors import ConfigError, WeightsError
@@ -56,6 +57,19 @@ def misshapen_block():
     return SpeculativeDecoder(TARGET, wrong, SpeculativeConfig("block", 4))
 
 
+def of_another_rank():
+    head = head_of(HEADS["dspark"])
+    return dataclasses.replace(head, config=dataclasses.replace(head.config, markov_rank=5))
+
+
+def export_of_another_rank():
+    of_another_rank().save("nowhere", TARGET)
+
+
+def decoder_of_another_rank():
+    SpeculativeDecoder(TARGET, of_another_rank(), SpeculativeConfig("dspark", 3))
+
+
 def of_few_candidates():
     config = HEADS["dflash2"]
     return block_drafter(config, transformer.model(LLAMA, config.taps, 4), Tree((0,) * 5))
@@ -90,6 +104,9 @@ REFUSED = [
     ),
     (lambda: peagle(num_speculative_tokens=6), "6 drafts .* more than 5, which the head was"),
     (lambda: peagle(tree=(1,) * 6), "6 drafts in a row are more than 5, which the head was"),
+    (export_of_another_rank, r"^step\.embed has shape \[31, 3\]; its config asks for \[31, 5\]"),
+    (decoder_of_another_rank, r"step\.embed has shape \[31, 3\]; its config asks for \[31, 5\]"),
+    (lambda: DSparkConfig.of_target(LLAMA, markov_rank=0), "markov_rank is 0; .* is DFlash"),
     (misshapen_block, r"layers\.1\.q has shape \[1, 1\]; its config asks for"),
     (
         lambda: load_draft("zoo/draft", TARGET, method="block"),
@@ -109,6 +126,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("run", "words"), REFUSED, ids=[row[-1] for row in REFUSED])
 def test_it_is_refused(run, words):
-    error = WeightsError if run is misshapen_block else ConfigError
+    of_weights = (misshapen_block, export_of_another_rank, decoder_of_another_rank)
+    error = WeightsError if run in of_weights else ConfigError
     with pytest.raises(error, match=words):
         run()

@@ -145,6 +145,30 @@ def test_a_limit_that_may_count_either_way_is_refused_with_both_names(decoder, c
         call(decoder, max_length=2)
 
 
+ELSEWHERE = {  # what other libraries call an option, and the option that is named
+    "eos_token_id": r"\(did you mean stop_tokens\?\)$",
+    "stop_token_ids": r"\(did you mean stop_tokens\?\)$",
+    "stop_strings": r"\(did you mean stop\?\)$",
+    "num_return_sequences": r"\(did you mean num_samples\?\)$",
+    "n": r"\(did you mean num_samples\?\)$",
+    "max_completion_tokens": r"\(did you mean max_new_tokens\?\)$",
+    "input_ids": r"\(did you mean prompts\?\)$",
+    "streamer": r"\(did you mean on_token\?\)$",
+    "do_sample": r"; pass sampler=SamplerConfig\(temperature=1.0\)",
+    "ignore_eos": r"; pass stop_tokens=\(\)",
+    "logits_processor": r"; pass sampler=SamplerConfig\(processors=",
+    "min_new_tokens": "; there is no minimum",
+    "num_beams": "; there is no beam search",
+    "assistant_model": r"; give the draft to SpeculativeDecoder\(target, draft\)$",
+}
+
+
+def test_options_of_other_libraries_lead_to_those_of_this_one(decoder):
+    for name, words in ELSEWHERE.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}' ?{words}"):
+            decoder.generate([1, 2], **{name: 1})
+
+
 def test_drafts_of_ids_that_only_pad_the_embedding_are_an_error_that_names_the_range():
     model = dataclasses.replace(
         testing.mock_model(8), model=testing.toy_model(8)._replace(num_tokens=6)

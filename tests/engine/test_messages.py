@@ -148,7 +148,11 @@ ARGUMENTS = [
     ({"messages": [HELLO, "Hi"]}, PromptError, "expected a list of objects"),
     ({"messages": TALK[:3]}, PromptError, "last message is the assistant's"),
     ({"messages": [{"content": "Hi"}]}, ConfigError, "a message has the role None"),
-    ({"messages": []}, PromptError, "the batch is empty"),
+    (
+        {"messages": []},
+        PromptError,
+        r"messages is \[\], a batch without rows; expected at least one conversation",
+    ),
 ]
 
 

@@ -72,7 +72,7 @@ def adaptive(**options):
 
 
 PROMPTS = [
-    (lambda: call([]), "empty"),
+    (lambda: call([]), r"prompts is \[\], a batch without rows; expected at least one prompt"),
     (lambda: call([[1, 2], []]), "empty"),
     (lambda: call([1, 8]), "id 8"),
     (lambda: call([-1]), "id -1"),
@@ -93,6 +93,7 @@ PROMPTS = [
 ]
 WEIGHTS = [
     (lambda: load_model("no/such/model"), "zoo/target"),
+    (lambda: load_model(""), "name of a model or head is ''; expected a zoo name, a directory"),
     (lambda: head_with(fc=HEAD.params["fc"][:16]), r"fc has shape \[16, 16\]; .*\[48, 16\]"),
     (lambda: head_with(d2t=None), "head head: d2t is missing"),
 ]

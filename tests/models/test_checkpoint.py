@@ -220,6 +220,15 @@ def spoil(value):
     return change
 
 
+def renamed(name_of):
+    def change(tensors):
+        whole = dict(tensors)
+        tensors.clear()
+        tensors.update({name_of(name): x for name, x in whole.items()})
+
+    return change
+
+
 MORE = {"model.layers.2.mlp.up_proj.weight": np.zeros(3), "a.bias": np.zeros(16)}
 TENSORS = {
     "missing": (lambda t: t.pop(NAME), f"{NAME} is missing"),
@@ -233,6 +242,15 @@ TENSORS = {
     "scaled": (cast("int8", scale_inv=np.ones((1, 1))), f"{NAME} has dtype int8: quantised"),
     "nan": (spoil(np.nan), f"{NAME} holds NaN"),
     "infinite": (spoil(np.inf), f"{NAME} holds NaN"),
+    "no prefix": (
+        renamed(lambda name: name.removeprefix("model.")),
+        r"embed_tokens.weight is missing; there is embed_tokens.weight: the names lack the prefix "
+        r"'model\.', .* AutoModelForCausalLM\), or rename",
+    ),
+    "another prefix": (
+        renamed(lambda name: f"module.{name}"),
+        r"there is module\.model\.embed_tokens\.weight: rename .* without the prefix 'module\.'",
+    ),
 }
 
 

@@ -92,7 +92,7 @@ def ours(target, head, config, objective):
     state, losses = TrainState.create(params, optimizer), []
     for tokens, mask in batches():
         tokens = jnp.asarray(tokens, jnp.int32)
-        batch = Batch(tokens, jnp.asarray(mask), jax.random.key(0), view(target.params, tokens))
+        batch = Batch(tokens, jnp.asarray(mask), jax.random.key(1), view(target.params, tokens))
         state, metrics = step(state, batch, target.params)
         losses.append(float(metrics["loss"]))
     return losses, state.params

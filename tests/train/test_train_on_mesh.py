@@ -26,7 +26,7 @@ COVER = [
     ("scanned", "tensor", {}),  # each key-value head lies on two devices
     ("distill", "data", {}),
     ("eagle3", "full and tensor", {}),
-    ("eagle1", "both", {}),
+    ("eagle1", "both", {"accumulate": 2}),
     ("mtp", "full", {"name": "muon"}),
     ("sequential", "full and tensor:2", {}),
     ("dspark", "full and tensor", {}),

@@ -29,6 +29,11 @@ from spec_jax.models.parts import read_onto
 from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import StrictReader, on_host, open_tensors, save_tensors
 
+_KEYS = {  # of config.json, that state the sizes of dimensions which no layer of a model has
+    "rank": ("markov_rank", "selector_rank"),
+    "reach": ("conv_kernel_size",),
+    "taps": (),
+}
 _COPIES = ("embed_tokens.weight", "lm_head.weight")
 # Two copies of one embedding may differ by their rounding to bfloat16 or float16.
 _RTOL, _ATOL = 2.0**-8, 2.0**-24
@@ -104,7 +109,7 @@ def read_head(
         tensors = open_tensors(directory, stack)
         with naming(file):
             format, config = formats.head_config(hf, tensors.left, target.config, overrides, notes)
-        tensors.sizes = integers_of(config.layer)
+        of_layer = integers_of(config.layer)
         is_prefixed = "model.fc.weight" in tensors.left
         params: dict[str, Any] = {}
         for name, (stored, spec) in file_names(config, "model." if is_prefixed else "").items():
@@ -112,6 +117,10 @@ def read_head(
             place = params
             for key in outer:
                 place = place.setdefault(key, {})
+            own = [key for axis in spec.axes for key in _KEYS.get(axis, ())]
+            is_own = any(axis in _KEYS for axis in spec.axes)
+            own = {key: getattr(config, key) for key in own if hasattr(config, key)}
+            tensors.sizes = own if is_own else of_layer
             place[last] = read_onto(tensors.weight(_stored_name(stored, tensors), spec, dtype))
         _drop_copies(directory, tensors, target, notes)
         tensors.finish()

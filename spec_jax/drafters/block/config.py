@@ -235,7 +235,8 @@ class DSparkConfig(BlockConfig):
     def __post_init__(self):
         super().__post_init__()
         rank, kind = self.markov_rank, self.markov_head_type
-        require(is_integer(rank) and rank > 0, f"markov_rank is {rank!r}; expected 1 or more")
+        message = f"markov_rank is {rank!r}; expected 1 or more: a head without this bias is DFlash"
+        require(is_integer(rank) and rank > 0, message)
         known = ", ".join(MARKOV_TYPES)
         require(kind in MARKOV_TYPES, f"markov_head_type {kind!r} is not supported; known: {known}")
 

@@ -23,7 +23,11 @@ from spec_jax.drafters.block.config import (
     TreeFlashConfig,
     default_taps,
 )
-from spec_jax.drafters.common.formats import first_that_can_express, speculators_config
+from spec_jax.drafters.common.formats import (
+    check_target,
+    first_that_can_express,
+    speculators_config,
+)
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
 from spec_jax.models.config import ModelConfig, with_attention
@@ -164,8 +168,18 @@ def head_config(
             for key in SIZES_2
             if stated[key] is None
         ]
+    rank = _stated(hf, "markov_rank")
+    if cls is DFlashConfig:
+        message = (
+            f"markov_rank is {shown(rank)}, but there is no tensor markov_head.markov_w1.weight"
+        )
+        require(rank in (None, 0), f"{message}; expected it, or markov_rank 0")
     if cls is DSparkConfig:
-        values["markov_rank"] = _stated(hf, "markov_rank")
+        is_rank = is_integer(rank) and rank > 0
+        stated = "missing" if rank is None else shown(rank)
+        message = f"markov_rank is {stated}, but there are tensors markov_head.*; expected"
+        require(is_rank, f"{message} their rank, the width of markov_w1")
+        values["markov_rank"] = rank
         values["markov_head_type"] = _stated(hf, "markov_head_type") or "vanilla"
         values["has_confidence"] = _flag(hf, "enable_confidence_head", True)
         values["confidence_with_markov"] = _flag(hf, "confidence_head_with_markov", True)
@@ -204,9 +218,9 @@ def _layer(hf, target) -> ModelConfig:
         ("width", "hidden_size", layer.get("hidden_size"), target.hidden_size),
         ("depth", "num_target_layers", hf.get("num_target_layers"), target.num_hidden_layers),
     ):
-        message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
         is_left_out = key == "num_target_layers" and value is None
-        require(value == expected or is_left_out, f"{message} (by the key {key})")
+        if not is_left_out:
+            check_target(what, key, value, expected)
     message = f"draft_vocab_size is {draft_vocab}: a reduced draft vocabulary is not supported here"
     require(draft_vocab in (None, target.vocab_size), message)
     # Windows are read by ``_visibility``, and the output head is the target's.

@@ -6,7 +6,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import require
+from spec_jax.models.checks import require, shown
+
+
+def check_target(what: str, key: str, value: Any, expected: int) -> None:
+    """Checks a size of the target that a head's config.json states.
+
+    Args:
+      what: of the target, in words.
+      key: of config.json.
+      value: that is stated; None: it is not.
+      expected: the target's own.
+
+    Raises:
+      ConfigError: the head is for another target, or does not say for which.
+    """
+    message = f"{key} is missing, so the head's target is not known; expected the {what} of this"
+    require(value is not None, f"{message} one, {expected}")
+    message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
+    require(value == expected, f"{message} (by the key {key})")
 
 
 def first_that_can_express(formats: Sequence[str], write: Callable[[str], Any]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from spec_jax.drafters.common.formats import speculators_config
+from spec_jax.drafters.common.formats import check_target, speculators_config
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig, head_table
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
@@ -270,8 +270,7 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
         ("vocabulary", "vocab_size", layer.get("vocab_size"), target.vocab_size),
         ("width", width_key, width, target.hidden_size),
     ):
-        message = f"the head is for a target of {what} {shown(value)}; this one has {expected}"
-        require(value == expected, f"{message} (by the key {key})")
+        check_target(what, key, value, expected)
     check_sees_all(layer, is_head=True)
     size = _stated(hf, "draft_vocab_size")
     if format != EAGLE_1 and size is not None:

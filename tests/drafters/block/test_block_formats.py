@@ -164,6 +164,7 @@ def test_what_no_loader_of_a_format_would_read_is_not_written(tmp_path):
 INSIDE = Z_LAB["dflash_config"]
 REFUSED = [  # the file, what the caller says
     (dict(hidden_size=32), {}, "head is for a target of width 32; this one has"),
+    (dict(vocab_size=None), {}, "vocab_size is missing, so .*; expected the vocabulary .* one, 31"),
     (dict(model_type="gemma4_text"), {}, "'gemma4_text'; expected 'qwen3'"),
     (dict(input_embedding_scale=2.0), {}, "input_embedding_scale is 2.0, which"),
     (dict(add_swa_attention_sink_bias=True), {}, "add_swa_attention_sink_bias is True"),
@@ -193,6 +194,30 @@ REFUSED = [  # the file, what the caller says
 def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, said, words):
     with pytest.raises(ConfigError, match=words):
         load_draft(published(tmp_path, "z-lab", changes=changes.items()), TARGET, **said)
+
+
+RANKS = [  # of tensors of rank 3; 6 is the head_dim too
+    (
+        "DeepSpec",
+        6,
+        WeightsError,
+        r"\[31, 3\]; config.json asks for \[31, 6\] \(markov_rank is 6\)",
+    ),
+    (
+        "DeepSpec",
+        0,
+        ConfigError,
+        r"markov_rank is 0, but there are tensors markov_head\.\*; expect",
+    ),
+    ("DeepSpec", None, ConfigError, "markov_rank is missing, but there are tensors markov_head"),
+    ("DeepSpec without its heads", 3, ConfigError, "markov_rank is 3, but there is no tensor mark"),
+]
+
+
+@pytest.mark.parametrize(("case", "rank", "error", "words"), RANKS)
+def test_a_rank_that_is_not_the_tensors_is_refused_by_its_name(tmp_path, case, rank, error, words):
+    with pytest.raises(error, match=words):
+        load_draft(published(tmp_path, case, changes={"markov_rank": rank}.items()), TARGET)
 
 
 def test_lists_of_a_caller_are_tuples(tmp_path):

@@ -195,6 +195,7 @@ SUPPOSED = [  # the file, what the caller says
     ("eagle-3", {"target_hidden_size": 20}, {}, "target of width 20; this one has 16"),
     ("eagle-3", {"target_hidden_size": "16"}, {}, "width '16'; this one has 16"),
     ("eagle-3", {"vocab_size": 40}, {}, "target of vocabulary 40; this one has 31"),
+    ("eagle-3", {"vocab_size": None}, {}, "vocab_size is missing, so the head's target is not"),
     ("speculators", {"target_hidden_size": 20}, {}, "target of width 20; this one has 16"),
     ("speculators", {"transformer_layer_config": [1]}, {}, "expected an object"),
     ("speculators", {"speculators_model_type": "dflash"}, {}, "'dflash' is not supported"),
