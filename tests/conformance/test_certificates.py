@@ -57,8 +57,7 @@ def test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn(rule):
 @pytest.mark.exhaustive
 @pytest.mark.landing("peagle-tree-traversal")
 @pytest.mark.parametrize(
-    ("name", "shape", "rule"),
-    [("dspark", "chain", "match"), ("dflash2", "chain", "block"), ("peagle", "tree", "traversal")],
+    ("name", "shape", "rule"), [("dspark", "chain", "match"), ("peagle", "tree", "traversal")]
 )
 def test_a_kind_is_certified(name, shape, rule):
     """Under all settings, with fewer drafts too, and by the loop; under ``match`` drafts share the
@@ -79,6 +78,6 @@ def test_a_kind_from_outside_of_the_package_is_certified():
             "head": new(target.model.vocab_size).params,
             "target": target.params,
         },
-        trials=500,
+        trials=300,
     )
     assert certificate.failure is None and certificate.max_error <= 1e-6

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import markov as oracle
-from support import markov, sharded
+from support import markov
 from support.markov import DECODERS, TARGET, K, Row, V, calls
-from support.scripted import Script
 
 import spec_jax
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, sharding
 from spec_jax.engine.queue import DecodeQueue
-from spec_jax.errors import ConfigError, PromptError
+from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
 from spec_jax.overlap.overlap import Devices
 
@@ -165,16 +164,6 @@ def test_another_maximum_length_may_be_stated_of_a_model_and_of_a_head():
 
 
 @pytest.mark.exhaustive
-def test_the_target_alone_says_how_long_a_row_may_be():
-    decoder = short(KINDS["chain"]("match"))
-    parts = decoder._parts
-    decoder = decoder.with_parts(model=parts.model._replace(max_length=40))
-    with pytest.raises(PromptError, match="are 41; the maximum length of the target is 40"):
-        decoder.generate([1] * 30, 11)
-    assert len(decoder.generate([1] * 30, 10).tokens) == 10
-
-
-@pytest.mark.exhaustive
 def test_a_comparison_says_where_a_draft_was_too_short():
     """Its prompts are not cut to what the draft holds."""
     draft = dataclasses.replace(markov.DRAFT, model=markov.DRAFT.model._replace(max_length=LONGEST))
@@ -186,19 +175,3 @@ def test_a_comparison_says_where_a_draft_was_too_short():
     (note,) = found.notes
     rounds = f"{cell.stats.undrafted_rounds} of {cell.stats.rounds} rounds"
     assert f"{rounds} were without drafts, past the draft's maximum length" in note
-
-
-@pytest.mark.exhaustive
-def test_a_head_that_skips_rounds_and_catches_up_is_no_exception():
-    """EAGLE-3 with adaptive K by a script."""
-    options = dict(mesh="", target="llama", tree="chain", rule="match", sampling="bare")
-    options |= dict(layers="separate", draft="sharded", rows="odd", member="first")
-    make = lambda **of: sharded.make_decoder(sharded.Case(**options, **of), is_sharded=False)
-    decoder = short(make(drafter="eagle", drive="adaptive"))
-    plain = make(drafter="plain", drive="call")
-    decoder.adaptive.tuner, decoder.adaptive.costs = Script((3, 0, 0, 1, 0, 3)), markov.Known()
-    prompts = PROMPTS[:3]
-    rows = decoder.generate(prompts, NEW, stop_tokens=())
-    expected = [row.tokens for row in plain.generate(prompts, NEW, stop_tokens=())]
-    assert [row.tokens for row in rows] == expected
-    check_offers(decoder, prompts, rows)

@@ -232,6 +232,13 @@ def test_of_a_tree_what_follows_a_dropped_draft_is_not_offered():
     assert found.without(jnp.asarray([[0, 1, 0]] * 3, bool)).levels.tolist() == [0, 2, 1]
 
 
+def test_a_parent_must_stand_before_its_children():
+    parents = jnp.asarray([[0, 0, 1], [0, 0, 5], [0, 2, 1], [-1, 0, 1]])
+    proposal = proposal_of([FAIR] * 4, 0, parents=parents, tree_depth=2)
+    fault = validate_proposal(proposal, SYSTEM).fault
+    assert (fault == Finish.INVALID_DRAFT).tolist() == [False, True, True, True]
+
+
 # ------------------------------------------------------------------------- verdicts, by row
 
 DRAFTS = [3, 4, 5]
