@@ -16,10 +16,8 @@ from support.tiny_tokenizers import bytes_alone
 import spec_jax
 from spec_jax import SamplerConfig, testing
 from spec_jax.contracts import Context
-from spec_jax.drafters.ngram import ngram
 from spec_jax.errors import ConfigError, InvalidDraftError
 from spec_jax.overlap.overlap import Devices
-from spec_jax.rules import registry
 from spec_jax.sampling import make_sampler
 
 B, K, V, M = 3, 3, 4, 12
@@ -38,27 +36,6 @@ def rows(seed=0):
     rng = np.random.default_rng(seed)
     tokens, length = rng.integers(0, V, (B, M)), rng.integers(0, M, B)
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(length, jnp.int32), jnp.uint32([5, 6, 7])
-
-
-def copy_what_followed(prefix, k, seed):
-    """Prompt lookup by hand: the longest suffix that occurred before; its latest occurrence."""
-    del seed
-    for n in (3, 2, 1):
-        for start in range(len(prefix) - n - 1, -1, -1):
-            if prefix[start : start + n] == prefix[len(prefix) - n :]:
-                return prefix[start + n : start + n + k]
-    return []
-
-
-def test_prompt_lookup_in_python_is_the_ngram_drafter_token_for_token():
-    host, some = spec_jax.host_drafter(copy_what_followed), set()
-    for seed in range(40):
-        ours = propose(*rows(seed), drafter=host)
-        theirs = propose(*rows(seed), drafter=ngram(3, 1))
-        np.testing.assert_array_equal(ours.n_draft, theirs.n_draft)
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        some |= set(np.asarray(ours.n_draft).tolist())
-    assert some == {0, 1, 2, 3} and ours.probs is None
 
 
 def test_the_seed_is_the_rows_own_and_the_positions():
@@ -160,17 +137,6 @@ def test_a_sampled_drafter_needs_the_vocabulary():
 # ------------------------------------------------------------------------- inside the loop
 
 
-def test_a_deterministic_function_with_residual_matches_target_distribution_exactly():
-    def repeat(prefix, k, seed):
-        return [(prefix[-1] + i) % 3 for i in range(len(prefix) % (k + 1))]
-
-    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
-    rows = testing.standard_rows()[-2:]
-    params = {"target": testing.toy_params(3, 0), "draft": None}
-    options = dict(rows=rows, params=params, batch=64, drafter=spec_jax.host_drafter(repeat))
-    testing.certify_rule(registry.make_rule(config), num_tokens=3, **options)
-
-
 def raise_late(prefix, k, seed):
     """Raises in rows that begin with 1, once their output has two tokens."""
     if prefix[0] == 1 and len(prefix) > 4:
@@ -245,15 +211,3 @@ def test_an_exception_reaches_the_caller_from_devices_of_its_own():
         decoder.generate([[1, 2, 3], [2, 3]], 8)
     assert type(caught.value.__cause__) is KeyError
     assert [row.finish_reason for row in caught.value.generations] == ["invalid_draft", "length"]
-
-
-@pytest.mark.exhaustive
-def test_a_certificate_names_what_the_function_raised():
-    host = spec_jax.host_drafter(raise_late)
-    params = {"target": testing.toy_params(3, 0), "draft": None}
-    config = spec_jax.SpeculativeConfig(rejection_sampling_strategy="residual")
-    rows = [row._replace(prompt=(1, 2, 2)) for row in testing.standard_rows()[:1]]
-    with pytest.raises(testing.CertificateError, match="raised KeyError: 'no such") as caught:
-        options = dict(num_tokens=3, rows=rows, params=params, batch=8, drafter=host)
-        testing.certify_rule(registry.make_rule(config), **options)
-    assert type(caught.value.__cause__) is KeyError

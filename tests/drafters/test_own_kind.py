@@ -9,8 +9,7 @@ from support import block_heads, block_kind, gate_kind
 from support.files import experiment_files, head_training
 from support.tiny_models import LLAMA
 
-from configs import evaluate_zoo
-from experiments import evaluate, train_head
+from experiments import train_head
 from experiments.training.head import HeadExperiment
 from spec_jax import SpeculativeConfig, load_draft, load_model
 from spec_jax.drafters import register, registry
@@ -78,19 +77,6 @@ def test_all_passes_of_a_block_in_one_are_timed_together(target):
     found = costs.Costs.of_times(times, slots=64, batch=1)
     assert found.first_ms == {"block": {2: 4.0, 5: 10.0}}
     assert found.draft_cost("block", 5) == 10 / 5 / 2 and found.is_significant("block")
-
-
-@pytest.mark.exhaustive
-def test_it_is_evaluated(files, tmp_path):
-    config = evaluate_zoo.get_config()
-    config.target, config.drafts = str(files / "target"), str(files / "head")
-    config.data = str(files / "prompts.jsonl")
-    config.update({"num_prompts": 3, "max_new_tokens": 8, "ks": (2,), "batches": (2,)})
-    plain, row = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
-    assert row["method"] == "head" and row["tau"] >= 1 and row["draft_cost"] >= 0
-    assert plain["tau"] == 1
-    gaps = np.subtract(row["teacher_forced"], row["acceptance_by_position"])
-    assert np.nanmax(np.abs(gaps)) < 0.01
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from support.mtp_modules import modules_of, of_target
 from support.tiny_models import random_weights
 from support.tiny_tokenizers import letters
 
-from spec_jax import LoadedHead, LoadedModel, SpeculativeDecoder, load_draft
+from spec_jax import LoadedHead, LoadedModel, load_draft
 from spec_jax.drafters import loaded as drafts
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.errors import ConfigError
@@ -104,17 +104,3 @@ def test_a_head_of_other_tokens_is_refused(target, size, tmp_path):
     LoadedHead("other", config, head_of(config)).save(tmp_path, target_of(size))
     with pytest.raises(ConfigError, match=f"for a target of vocabulary {size}; this one has 40"):
         load_draft(tmp_path, target)
-
-
-@pytest.mark.exhaustive
-def test_modules_of_other_padding_leave_the_tokens_as_they_are(tmp_path):
-    HEADS["modules"]().save(tmp_path, target_of(V))
-    results = []
-    for size in (V, 40):
-        target = target_of(size)
-        decoder = SpeculativeDecoder(target, load_draft(tmp_path, target))
-        rows = decoder.generate([[3, 1, 4], [9]], 24)
-        results.append(([row.tokens for row in rows], decoder.stats.lengths))
-    assert results[0] == results[1]
-    plain = SpeculativeDecoder(target_of(40)).generate([[3, 1, 4], [9]], 24)
-    assert results[1][0] == [row.tokens for row in plain]

@@ -100,24 +100,9 @@ def test_config_and_tensors_decide_together(tmp_path, hf, names, kind):
         assert registry.detect(directory).name == kind
 
 
-def test_the_zoo_is_told_apart():
-    kinds = {name: registry.detect(zoo.path(name)).name for name in zoo.NAMES}
-    assert kinds == {
-        "zoo/target": "standalone",
-        "zoo/draft": "standalone",
-        "zoo/eagle1": "eagle",
-        "zoo/eagle3": "eagle",
-        "zoo/mtp": "mtp",
-        "zoo/dflash": "dflash",
-        "zoo/dspark": "dspark",
-    }
-
-
 def test_a_config_takes_every_registered_method_and_no_other():
     for method in METHODS:
         SpeculativeConfig(method)
-    with pytest.raises(ConfigError, match="expected one of standalone, .* mtp, dflash"):
-        SpeculativeConfig("dflush")
     heads = ["eagle", "peagle", "mtp", "dflash", "dflash2", "dspark", "treeflash"]
     assert list(METHODS) == ["standalone", "ngram", "suffix", *heads]
 

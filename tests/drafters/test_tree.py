@@ -103,18 +103,3 @@ def test_a_tree_that_does_not_fit_is_refused(strategy, shape, K, message):
         system, params = lm_system(strategy, shape)
         system = system._replace(num_draft=K)
         run(system, params, prefill(system, params, PROMPTS, 4), 1)
-
-
-@pytest.mark.exhaustive
-def test_a_proposal_that_is_no_tree_stops_its_row():
-    system, params = lm_system("greedy", BUSH)
-
-    def propose(params, state, context, num_draft):
-        proposal, state = system.drafter.propose(params, state, context, num_draft)
-        return proposal.replace(parents=proposal.parents.at[0, 2].set(5)), state
-
-    broken = system._replace(drafter=system.drafter._replace(propose=propose))
-    state = prefill(broken, params, PROMPTS, 8, SamplerConfig(), slots=96)
-    state, _ = run(broken, params, state, 10**6)
-    wanted = [decoding.Finish.INVALID_DRAFT, decoding.Finish.LENGTH, decoding.Finish.LENGTH]
-    assert state.finish.tolist() == wanted

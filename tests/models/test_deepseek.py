@@ -100,6 +100,10 @@ def test_float8_blocks_are_multiplied_by_their_scales(published, tmp_path):
     save_file(tensors | {name: expected[name]}, tmp_path / "quantised" / "model.safetensors")
     with pytest.raises(WeightsError, match=f"but {name} is stored as float32; only 8-bit"):
         load("quantised")
+    scale = {f"{name}_scale_inv": np.ones((1, 1), np.float32)}
+    save_file(tensors | scale, tmp_path / "quantised" / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"scale_inv has shape \[1, 1\]; .* blocks"):
+        load("quantised")
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, tmp_path / "quantised" / "model.safetensors")
     with pytest.raises(WeightsError, match=f"{name}_scale_inv is missing, of float8_e4m3fn"):

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import zipfile
 
 import numpy as np
 import pytest
@@ -259,31 +258,6 @@ def test_a_tokenizer_that_its_library_cannot_take_is_refused(tmp_path):
         (tmp_path / "tokenizer.json").write_text(json.dumps(sound | change))
         with pytest.raises(WeightsError, match=message):
             Tokenizer.from_directory(tmp_path)
-
-
-def test_a_pickled_tensor_that_repeats_its_bytes_is_refused(tmp_path):
-    torch = pytest.importorskip("torch")
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_hf(), "vocab_size": 10**6}))
-    tensors = {"model.embed_tokens.weight": torch.zeros(1, 16).expand(10**6, 16)}
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"shape \[1000000, 16\], but the file holds 64 bytes"):
-        load_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("opcodes", [b"h2", b"0", b"}(K1s"])
-def test_a_damaged_pickle_is_refused(tmp_path, opcodes):
-    torch = pytest.importorskip("torch")
-    torch.save({"a": torch.zeros(2)}, tmp_path / "sound.bin")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_hf()))
-    with (
-        zipfile.ZipFile(tmp_path / "sound.bin") as sound,
-        zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as damaged,
-    ):
-        for name in sound.namelist():
-            is_pickle = name.endswith("data.pkl")
-            damaged.writestr(name, b"\x80\x02%b." % opcodes if is_pickle else sound.read(name))
-    with pytest.raises(WeightsError, match=r"pytorch_model\.bin cannot be read by torch: \w+: "):
-        load_pretrained(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")

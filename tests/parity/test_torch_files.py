@@ -84,6 +84,14 @@ def test_8_bit_weights_of_torch_are_refused_by_their_dtype(tmp_path):
         load_pretrained(tmp_path)
 
 
+def test_a_tensor_that_repeats_its_bytes_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_hf(), "vocab_size": 10**6}))
+    tensors = {"model.embed_tokens.weight": torch.zeros(1, 16).expand(10**6, 16)}
+    torch.save(tensors, tmp_path / PICKLE)
+    with pytest.raises(WeightsError, match=r"shape \[1000000, 16\], but the file holds 64 bytes"):
+        load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"no pickle", b""])
 def test_a_damaged_file_is_named(tmp_path, content):
     save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)

@@ -37,14 +37,3 @@ def test_where_all_candidates_are_banned_others_are_drafted():
     decoder = SpeculativeDecoder(TARGET, head_of(HEADS["dflash2"]), SpeculativeConfig("dflash2", K))
     row = decoder.generate(PROMPTS[0], 20, sampler=SamplerConfig(logit_bias=banned, seed=3))
     assert (row.finish_reason, len(row.tokens)) == ("length", 20) and max(row.tokens) < 3
-
-
-@pytest.mark.exhaustive
-def test_dflash_drafts_the_likeliest_tokens_of_a_sampled_row_by_itself():
-    decoder = SpeculativeDecoder(TARGET, head_of(HEADS["dflash"]), SpeculativeConfig("dflash", K))
-    warm = SamplerConfig(temperature=1.0, seed=3)
-    alone, cold, hot = (
-        [row.tokens for row in decoder.generate(PROMPTS, 20, sampler=warm, draft_sampler=draft)]
-        for draft in (None, SamplerConfig(seed=3), warm)
-    )
-    assert alone == cold != hot

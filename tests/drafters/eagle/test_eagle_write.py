@@ -134,29 +134,6 @@ def test_no_format_leaves_a_flag_to_be_guessed(tmp_path):
         assert write(tmp_path, make(format, norm_output=True), format)["norm_output"] is True
 
 
-NAMES = [
-    ("EAGLE-3", TAPS, [2, 4, 5], "LlamaForCausalLM"),
-    ("SpecForge", TAPS, [1, 3, 4], "LlamaForCausalLMEagle3"),
-    ("SpecForge", (3, 4, 5), [3, 4, 5], "LlamaForCausalLMEagle3"),
-    ("speculators", TAPS, [2, 4, 5], "Eagle3Speculator"),
-]
-
-
-@pytest.mark.parametrize(("format", "taps", "ids", "name"), NAMES)
-def test_tapped_layers_are_numbered_as_the_formats_loaders_count(tmp_path, format, taps, ids, name):
-    hf = write(tmp_path, make(format, taps=taps), format)
-    assert hf["architectures"] == [name]
-    part = hf["eagle_config"] if format == "SpecForge" else hf
-    assert part["eagle_aux_hidden_state_layer_ids"] == ids
-
-
-def test_only_a_width_other_than_the_targets_is_stated(tmp_path):
-    for format in ("EAGLE-3", "SpecForge"):
-        assert "target_hidden_size" not in write(tmp_path, EAGLE_3, format)
-        assert write(tmp_path, make(format, **NARROW), format)["target_hidden_size"] == D
-    assert write(tmp_path, EAGLE_3, "speculators")["target_hidden_size"] is None
-
-
 def test_an_embedding_is_written_where_loaders_take_it_from_the_file(tmp_path):
     def has_embed(format, **options):
         write(tmp_path, make(format), format, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import jax
@@ -24,7 +23,6 @@ from spec_jax.models import transformer
 from spec_jax.planning import roofline
 from spec_jax.planning.work import Setting
 from spec_jax.sampling import make_sampler
-from spec_jax.tree import DynamicTree
 
 TEXT = np.random.default_rng(5).integers(0, V, 14)
 N = np.arange(1, 7)  # one row a prompt's length
@@ -123,25 +121,6 @@ def test_marginals_do_not_depend_on_k():
     state = rounds.prefilled(N)
     short, long = (rounds.propose(state, jnp.asarray(N), k)[0].logits for k in (2, 5))
     np.testing.assert_allclose(short, long[:, :2], atol=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_a_dynamic_tree_has_the_likeliest_paths_of_the_marginals():
-    best, depth = 7, 3
-    rounds = Rounds("p-eagle", DynamicTree(best, depth, top_k=best))
-    found = rounds.propose(rounds.prefilled(N), jnp.asarray(N), best)[0]
-    for b, n in enumerate(N):
-        paths = [()]
-        for token, parent in zip(found.tokens[b].tolist(), found.parents[b].tolist()):
-            paths.append((*paths[parent], token))
-        logits = rounds.expected(n, depth)
-        logq = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        score = {
-            path: sum(logq[i, token] for i, token in enumerate(path))
-            for d in range(1, depth + 1)
-            for path in itertools.product(IDS, repeat=d)
-        }
-        assert set(paths[1:]) == set(sorted(score, key=score.get, reverse=True)[:best])
 
 
 KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
