@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import re
 import threading
 import time
 import types
@@ -131,32 +130,6 @@ def test_what_takes_long_is_said_and_what_does_not_is_not(monkeypatch):
     long.close()
     assert stream.getvalue().startswith("compiling a round … ")
     assert stream.getvalue().endswith(" s\n") and stream.getvalue().count("\n") == 1
-
-
-def test_a_bar_that_is_open_says_it(monkeypatch):
-    stream, said = io.StringIO(), []
-    monkeypatch.setattr(progress, "_stream", lambda: stream)
-    monkeypatch.setattr(progress.Progress, "is_bar", True)
-    with progress.Progress(3, "compiling") as bar:
-        monkeypatch.setattr(bar, "now", said.append)
-        notice = progress.Notice("compiling a round", after_s=0.0)
-        notice._timer.join()
-        notice.close()
-    assert said == ["compiling a round …", ""] and stream.getvalue() == ""
-    late = progress.Notice("compiling a prefill", after_s=0.0)  # after the bar
-    late._timer.join()
-    late.close()
-    assert stream.getvalue().startswith("compiling a prefill … ")
-
-
-def test_without_a_reader_it_goes_to_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(progress, "_stream", lambda: None)
-    with caplog.at_level("INFO", "spec_jax"):
-        notice = progress.Notice("compiling a round", after_s=0.0)
-        notice._timer.join()
-        notice.close()
-    first, last = (record.getMessage() for record in caplog.records)
-    assert first == "compiling a round …" and re.match(r"compiling a round took \d+\.\d s$", last)
 
 
 def test_the_first_call_compiles_and_the_second_does_not():
@@ -404,50 +377,3 @@ def test_long_prompts_that_cannot_be_padded_are_fed_in_few_passes(chunk):
     assert [rows[i].tokens for i in range(len(prompts))] == expected
     passes = [n for _, n in passes_of(1407, 2048, decoder.system())]
     assert sum(passes) == 1407 and set(passes) <= {chunk, 512, 64, 8, 1} and len(passes) < 90
-
-
-@pytest.mark.exhaustive
-def test_many_lengths_and_decoders_in_one_process_keep_few_programs(monkeypatch):
-    """And what is run again compiles only what was dropped."""
-    count, release = compilation._count_maps, compilation.release_programs
-    kept, others = compilation._Kept(), count()
-    num_dropped = most = 0
-
-    def counting(max_maps):
-        nonlocal num_dropped
-        num_kept = lambda: sum(x._cache_size() for x in kept.programs.values())
-        before = num_kept()
-        remaining = release(max_maps)
-        num_dropped += before - num_kept()
-        return remaining
-
-    monkeypatch.setattr(compilation, "_kept", kept)
-    monkeypatch.setattr(compilation, "_count_maps", lambda: count() - others)
-    monkeypatch.setattr(compilation, "release_programs", counting)
-    monkeypatch.setattr(compilation, "_LIMIT", 3 * 1000)
-    target, draft = testing.mock_model(7), testing.mock_model(7, 1)
-
-    def run():
-        nonlocal most
-        decoder = SpeculativeDecoder(unpadded_target)
-        for n in range(1, 41):
-            yield decoder.generate([i * n % 7 for i in range(n)], 4).tokens
-        for i in range(10):
-            config = SpeculativeConfig(
-                "standalone" if i % 2 else "ngram", 1 + i % 4, rejection_sampling_strategy="match"
-            )
-            sampler = SamplerConfig(0.5 * (i % 3), seed=i)
-            decoder = SpeculativeDecoder(
-                target, draft if i % 2 else None, config, target_sampler=sampler
-            )
-            rows = decoder.generate([[1, 2, i % 7]] * (1 + i % 3), [8, 120][i // 5])
-            yield [row.tokens for row in rows]
-            most = max(most, count() - others)
-
-    unpadded_target = unpadded(target)
-    first = list(run())
-    dropped_before = num_dropped
-    with counted() as names:
-        assert list(run()) == first
-    assert most < 1000 + compilation._LOOK_EVERY * 100
-    assert 0 < dropped_before and 0 < len(names) <= num_dropped

@@ -155,19 +155,6 @@ def test_adaptive_k_matches_target_distribution(rule, case):
     assert certify(rule, drafter=drafter) <= 1e-6
 
 
-@pytest.mark.exhaustive
-def test_a_confident_draft_goes_on_and_an_unsure_one_ends(mocks):
-    """The same tokens, fewer drafts offered: the one behind each unlikely draft is missing."""
-    target, draft = mocks
-    config = SpeculativeConfig(num_speculative_tokens=3, confidence_threshold=0.4)
-    fixed = SpeculativeConfig(num_speculative_tokens=3)
-    short, whole = (SpeculativeDecoder(target, draft, c) for c in (config, fixed))
-    rows = [d.generate(PROMPTS, 30) for d in (short, whole)]
-    assert [a.tokens for a in rows[0]] == [b.tokens for b in rows[1]]
-    offered = short.stats.offered_at
-    assert short.stats.rounds == offered[0] > offered[1] > offered[2]
-
-
 def test_the_config_says_which_tree():
     assert SpeculativeConfig(tree=[2, 1]).tree_shape == Tree((0, 0, 1, 2))
     assert SpeculativeConfig(tree=[2, 1]).num_speculative_tokens == 4

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import markov
-from support.tiny_tokenizers import letters
 
-from spec_jax import SpeculativeConfig, SpeculativeDecoder
 from spec_jax.decoding import DecodeState, Finish, Kind
 from spec_jax.engine.adaptive.runner import drafts_since
-from spec_jax.engine.queue import DecodeQueue
 from spec_jax.engine.stats import Stats, row_stats
-from spec_jax.overlap.overlap import Devices
 
 
 def decoded(rng, rate, num_draft, limit, stop_rate=0.0):
@@ -98,46 +90,3 @@ def test_adaptive_k_learns_of_no_draft_that_was_cut_or_had_no_room():
     ).tolist()
     assert found(begin + 5) == [[6, 4, 2], [4, 3, 2]]
     assert found(S) == [[7, 4, 2], [4, 3, 2]]
-
-
-# Of a target that drafts for itself every draft is right, so whatever is decided is accepted.
-WAYS = {
-    "chain": {"num_speculative_tokens": 8},
-    "tree": {"tree": (2, 1, 1)},
-    "dynamic tree": {"tree_depth": 3, "tree_top_k": 2, "num_speculative_tokens": 10},
-    "adaptive": {"num_speculative_tokens": 8, "adaptive": {"buckets": (2, 8)}},
-    "overlapped": {"num_speculative_tokens": 8},
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
-def test_all_drafts_of_a_target_that_drafts_for_itself_are_accepted(way):
-    """Whatever ends a row: a limit, or a stop token; also in a stream and in a queue."""
-    target = dataclasses.replace(markov.TARGET, tokenizer=letters(markov.V))
-    options = {"devices": Devices(*jax.devices()[:2])} if way == "overlapped" else {}
-    config = SpeculativeConfig("standalone", rejection_sampling_strategy="greedy", **WAYS[way])
-    decoder = SpeculativeDecoder(target, target, config, **options)
-    if way == "adaptive":
-        decoder.adaptive.costs = markov.Known({2: 1.0, 8: 1.1})
-    prompts = [[0, 1, 2], [3, 1], [2, 2, 2, 0]]
-
-    def check(rows):
-        for row in rows:
-            drafted, accepted = row.stats.drafted_at, row.stats.accepted_at
-            assert drafted == accepted and row.stats.rejected == 0
-            assert row.stats.acceptance_rate == 1 or row.stats.drafted == 0
-
-    for new in (2, 4, 9, 21):
-        for stop in (2, 3, 99):
-            check(decoder.generate(prompts, new, stop_tokens=[stop]))
-        stream = decoder.stream(prompts, new, stop_tokens=[2])
-        list(stream)
-        check(stream.result)
-        if way != "overlapped":
-            queue = DecodeQueue(decoder, prompts, batch=2, max_new_tokens=new, stop_tokens=[3])
-            check(row for _, row in queue)
-    assert decoder.stats.acceptance_rate == 1 and sum(decoder.stats.cut_at) > 0
-    if way == "adaptive":
-        tuner = decoder.adaptive.tuner
-        assert all(rate > 0.9 for rate in tuner.rates)  # the prior is below
