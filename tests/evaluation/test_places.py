@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Noise, Proposal, Round, TargetScores
-from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.evaluation.places import ACCEPTANCE_BY_PLACE, PLACES, PlaceResult, transport_bound
+from spec_jax.evaluation.places import ACCEPTANCE_BY_PLACE, transport_bound
 from spec_jax.rules import make_rule
-from spec_jax.testing import mock_model
 from spec_jax.tree import Tree
 
 V = 6
@@ -116,25 +114,3 @@ def walk(parents, n_draft, drafts, emitted, p, q):
         place = (1 if place < 2 else 3) if is_first else 2
         node = right[0]
     return counts
-
-
-@pytest.mark.exhaustive
-def test_in_chains_it_is_the_rule_s_own_expectation():
-    """Sums of the bound are those of ``residual``'s closed form; a greedy row is at its bound."""
-    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
-    decoder = SpeculativeDecoder(
-        mock_model(7, 0),
-        mock_model(7, 1),
-        config,
-        has_expected=True,
-        observers=[ACCEPTANCE_BY_PLACE],
-    )
-    samplers = [SamplerConfig(temperature=t, seed=i) for i, t in enumerate((1.0, 0.7, 0.0))]
-    rows = decoder.generate([[1, 2], [3], [4, 4]], 33, sampler=samplers)
-    for row in rows:
-        reached, first, accepted, bound = row.seen["acceptance_by_place"].sum(axis=0)
-        assert reached == sum(row.stats.reached_at) and first == accepted == row.stats.accepted
-        assert bound == pytest.approx(sum(row.stats.expected_at), rel=1e-4)
-    found = PlaceResult.of(rows)
-    assert list(found) == list(PLACES[:2]) and found[PLACES[0]].reached > 10
-    assert accepted == bound, "the last row is greedy"

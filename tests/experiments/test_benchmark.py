@@ -15,7 +15,6 @@ from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks import loops, peers, synthetic, table, training
 from experiments.benchmarks.shapes import random_model
-from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
@@ -142,18 +141,6 @@ def test_plain_loops_decode_what_the_decoder_decodes(pair, variant):
     assert plain.tokens[1][-1] == stop
     plain()  # its states are copied, so it can run again
     assert plain.tokens == ours.tokens
-
-
-@pytest.mark.exhaustive
-def test_a_round_is_timed_over_the_rounds_it_ran(pair):
-    decoder = SpeculativeDecoder(*pair, SpeculativeConfig(num_speculative_tokens=2))
-    system = decoder.system()
-    state = loops.start(system, decoder.params(), [[3, 4, 5]], 128, 100)
-    timer = loops.GenerateTimer(system, decoder.params(), [state], max_rounds=5, unit="round")
-    assert timer.stats.rounds == 5
-    free = loops.rest_timer(system, slots=256)
-    assert free.stats.rounds == loops.ROUNDS
-    assert free.stats.drafted == 2 * loops.ROUNDS
 
 
 def test_prediction_is_the_parts_over_plain_decoding():

@@ -18,10 +18,8 @@ from experiments.comparison import report as reports
 from experiments.comparison.setup import Setup, resolve
 from experiments.decode import decode
 from spec_jax import load_model
-from spec_jax.data import questions
 from spec_jax.data.questions import Question
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.prompts import PromptEncoder, fit
 from spec_jax.loading import random_head
@@ -72,26 +70,6 @@ def test_a_run_leaves_its_folder(run):
     assert written[".md"] <= min(written[".png"], written[".html"])  # a plot that fails costs none
 
 
-def test_the_page_shows_the_tokens_of_every_cell(run):
-    folder, rep = run
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    shown = json.loads(re.search(r'id="answers">(.*?)</script>', page)[1])
-    assert len(shown["units"]) == 2 * len(rep["results"]) and len(shown["questions"]) == 2
-    assert shown["questions"][0]["id"] == rep["prompts"]["names"][0] in page
-    turns = {
-        (cell["label"], cell["temperature"]): unit["turns"][0]
-        for unit in shown["units"]
-        if unit["question"] == 0
-        for cell in [shown["cells"][unit["cell"]]]
-    }
-    greedy = [turn for (_, temperature), turn in turns.items() if temperature == 0]
-    assert len({turn["text"] for turn in greedy}) == 1 < len(greedy)  # plain decoding's tokens
-    assert all(len(turn["kinds"]) == turn["total"] == 8 for turn in turns.values())
-    assert set(turns["plain", 0.0]["kinds"]) == {"f", "t"}  # nothing was drafted
-    # Without drafts only where the positions of the draft model end.
-    assert {"f"} < set(turns["draft K=3", 0.0]["kinds"]) - {"t"}
-
-
 def test_the_report_holds_every_cell_and_only_valid_json(run):
     refuse = lambda name: pytest.fail(f"{name} in report.json")
     report_json = json.loads((run[0] / "report.json").read_text(), parse_constant=refuse)
@@ -120,31 +98,20 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
 
 
 @pytest.mark.exhaustive
-def test_heads_modules_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
+def test_heads_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
     target = load_model(pair / "target")
-    shapes = {
-        "eagle": EagleConfig.of_target(target.config, 3, 150),
-        "mtp": MtpConfig.of_target(target.config),
-    }
-    for name, shape in shapes.items():
-        random_head(shape, jax.random.key(0)).save(tmp_path / name, target)
-    paths = [tmp_path / name for name in shapes]
-    config = small(
-        pair, drafts=",".join(map(str, paths)), trees="2x1, 5:2:3", ks=(2,), temperatures=(0,)
-    )
-    result = decode(config, tmp_path / "run")
+    head = random_head(EagleConfig.of_target(target.config, 3, 150), jax.random.key(0))
+    head.save(tmp_path / "eagle", target)
+    shapes = dict(trees="2x1, 5:2:3", ks=(2,), temperatures=(0,))
+    result = decode(small(pair, drafts=str(tmp_path / "eagle"), **shapes), tmp_path / "run")
     cells = [(r["method"], r["k"], r["tree"]) for r in result["results"]]
-    assert cells == [("plain", 0, None)] + [
-        (method, k, tree)
-        for method in ("eagle", "mtp")
-        for k, tree in ((2, None), (4, "2x1"), (5, "5:2:3"))
-    ]
+    rows = ((2, None), (4, "2x1"), (5, "5:2:3"))
+    assert cells == [("plain", 0, None), *(("eagle", *row) for row in rows)]
     for r in result["results"]:
         assert r["identical_to_plain"] and len(r["drafted_at"]) == (2 if r["k"] else 0)
         is_tree = r["tree"] is not None
         assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
-    assert set(result["costs"][1]["draft_ms"]) == {"eagle", "mtp"}
-    assert set(result["costs"][1]["first_ms"]) == {"eagle", "mtp"}
+    assert set(result["costs"][1]["draft_ms"]) == set(result["costs"][1]["first_ms"]) == {"eagle"}
     assert result["models"]["eagle"]["vocabulary"] == 150
     assert "eagle 2x1" in capsys.readouterr().out
 
@@ -213,8 +180,6 @@ def command(*args):
 ARGS = [
     (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
     (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
-    (["--config=no/such.py"], "No such file or directory: 'no/such.py'"),
-    (["words"], "unexpected argument 'words'"),
 ]
 
 
@@ -254,37 +219,14 @@ def test_long_prompts_lose_their_beginning_but_not_bos(pair):
     assert len(fit([Question("", text=text)], target, 28, 10)[0][0]) == 10
 
 
-def test_conversations_become_prompts_by_the_targets_chat_template(pair, tmp_path):
+def test_variables_of_a_chat_template_are_the_configs(pair, tmp_path):
     shutil.copytree(pair / "target", tmp_path / "target")
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:{{ mark }}"
-    )
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}a:{{ mark }}"
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
-    say = lambda role, content: {"role": role, "content": content}
-    talk = [say("system", "be brief"), say("user", "x"), say("assistant", "y"), say("user", "z")]
-    rows = {
-        "talk": ({"messages": talk}, "system: be brief\nuser: x\nassistant:"),
-        "turns": ({"turns": ["x = 1", "more"]}, "user: x = 1\nassistant:"),
-        "text": ({"prompt": "x = 1"}, "x = 1"),
-    }
-    chat, plain = load_model(tmp_path / "target"), load_model(pair / "target")
-    for name, (row, expected) in rows.items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text(json.dumps(row) + "\n")
-        prompts = questions.load(str(path), 1).chosen
-        ((ids,), _) = fit(prompts, chat, 8, None)
-        assert chat.tokenizer.decode(ids) == expected
-        assert PromptEncoder(chat).is_templated(prompts[0]) is (name != "text")
-        if name == "talk":
-            with pytest.raises(ConfigError, match="has no chat template"):
-                fit(prompts, plain, 8, None)
-        else:
-            assert plain.tokenizer.decode(fit(prompts, plain, 8, None)[0][0]) == "x = 1"
-    values = dict(data=str(tmp_path / "turns.jsonl"), chat_template_kwargs='{"mark": "!"}')
-    values |= dict(target=str(tmp_path / "target"), drafts="ngram", num_prompts=1)
+    (tmp_path / "turns.jsonl").write_text(json.dumps({"turns": ["x = 1", "more"]}) + "\n")
     config = decode_default.get_config()
-    config.update(values)
+    config.update(target=str(tmp_path / "target"), drafts="ngram", num_prompts=1)
+    config.update(data=str(tmp_path / "turns.jsonl"), chat_template_kwargs='{"mark": "!"}')
     setup = Setup.of(config)
-    assert (
-        chat.tokenizer.decode(PromptEncoder(setup.target)(setup.questions.chosen[0]))[-2:] == ":!"
-    )
+    ids = PromptEncoder(setup.target)(setup.questions.chosen[0])
+    assert setup.target.tokenizer.decode(ids) == "user: x = 1\na:!"

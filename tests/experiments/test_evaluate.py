@@ -6,7 +6,6 @@ import math
 import pathlib
 import re
 import shutil
-import types
 from typing import NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ from configs import (
     evaluate_zoo,
 )
 from experiments import evaluate
-from experiments.comparison.report import pays_at
 from experiments.comparison.session import notes_of_machines
 from experiments.comparison.setup import Setup, resolve
 from experiments.run.journal import Journal
@@ -39,7 +37,6 @@ from spec_jax.evaluation.bench import Run
 from spec_jax.evaluation.compare import Tally
 from spec_jax.evaluation.prompts import fitting
 from spec_jax.evaluation.results import Counts
-from spec_jax.intervals import Interval
 from spec_jax.loading import random_head
 
 
@@ -156,18 +153,6 @@ def test_intervals_are_those_of_the_mean_and_of_paired_differences():
     assert counts.less(counts)[0] == (0, 0, 0)  # the same prompts on both sides
 
 
-@pytest.mark.parametrize("n", [2, 4, 7, 16])
-def test_intervals_of_few_questions_cover_the_truth(n):
-    """Tokens a round are drawn around 2, so that this is the ratio of the means."""
-    draw, hits = np.random.default_rng(n), 0
-    none = np.zeros((n, 4), int)
-    for _ in range(200):
-        rounds, per_round = draw.uniform(20, 40, n), draw.uniform(1.5, 2.5, n)
-        tau = Counts(rounds * per_round, rounds, none, none).intervals()[0]
-        hits += tau.low <= 2.0 <= tau.high
-    assert hits >= 180
-
-
 def test_the_turns_of_a_question_count_together():
     turn = lambda rounds: Stats(
         emitted=2 * rounds + 1,
@@ -195,13 +180,6 @@ def test_rows_that_end_early_leave_a_batch_less_busy():
     assert busy_share(run(7), run(3)) == 1  # batches of one row
     assert math.isnan(busy_share(run(0)))  # prefill's token was a stop token
     assert busy_share(run(8, 4), run(2, 2)) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
-
-
-def test_where_speculation_pays():
-    at = lambda batch, low: types.SimpleNamespace(batch=batch, speedup=Interval(1.5, low, 2.0))
-    assert pays_at([at(1, 1.1), None, at(16, 1.2)]) == "everywhere"
-    assert pays_at([at(1, 1.1), at(4, 1.2), at(16, 0.9)]) == "at 1, 4"
-    assert pays_at([at(1, 0.9)]) == "nowhere"
 
 
 # What depends on the clock, or on what else the machine does.
@@ -353,15 +331,3 @@ def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     elsewhere = evaluate.evaluate(config, run)
     version = jax.__version__
     assert f"after 240 answers, from jax 0.{version} to {version}" in "".join(elsewhere["notes"])
-
-
-@pytest.mark.exhaustive
-def test_a_run_with_other_questions_is_refused(twenty):
-    pair, data, folder, _ = twenty
-    text = data.read_text(encoding="utf-8")
-    data.write_text(text.replace('"qa"', '"qb"'), encoding="utf-8")
-    try:
-        with pytest.raises(ConfigError, match=r"other values of what is in .*questions\.jsonl"):
-            evaluate.evaluate(config_of(pair, data), folder)
-    finally:
-        data.write_text(text, encoding="utf-8")

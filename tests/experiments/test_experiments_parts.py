@@ -14,7 +14,7 @@ from support.results import counts, result
 
 from experiments.comparison import plots as comparison_plots
 from experiments.comparison import report as reports
-from experiments.run import memory, plots, report
+from experiments.run import memory, report
 from spec_jax.data import questions
 from spec_jax.engine import stats
 from spec_jax.evaluation import costs, summary
@@ -180,15 +180,13 @@ def test_an_audit_is_summed_up_by_cell():
 
 def test_the_interval_of_a_speedup_is_that_of_its_pairs():
     rng = np.random.default_rng(0)
-    tokens, covered, widths = np.full(6, 31), 0, []
-    for _ in range(400):  # each pair shares the machine's speed, and has noise of its own
+    tokens, widths = np.full(6, 31), []
+    for _ in range(40):  # each pair shares the machine's speed, and has noise of its own
         machine = np.exp(0.3 * rng.standard_normal(6))
         plain, own = machine * np.exp(0.05 * rng.standard_normal((2, 6))) / [[1.0], [1.5]]
         found = paired_speedup(own, plain, tokens, tokens)
         assert found.value == pytest.approx(plain.sum() / own.sum())
-        covered += found.low < 1.5 < found.high
         widths.append(found.high / found.low)
-    assert 0.91 < covered / 400 < 0.98  # of a 95 % interval
     assert np.median(widths) < 1.2  # the machine's drift cancels
     own, plain = np.asarray([1.0, 2.0]), np.asarray([1.4, 3.6])
     few = paired_speedup(own, plain, tokens[:2], tokens[:2])
@@ -269,13 +267,3 @@ def test_memory_that_the_system_does_not_tell_is_left_out(tmp_path, monkeypatch)
 def test_a_table_in_markdown_keeps_its_columns():
     found = table(["category", "n"], [["a|b", "1"]], is_markdown=True)
     assert found.splitlines()[-1].startswith("| a\\|b") and table(["x"], [["a|b"]]).endswith("a|b")
-
-
-def test_labels_of_an_axis_that_would_overlap_are_left_out():
-    sizes = [2**i for i in range(18)]
-    assert plots.spaced(sizes, 200) == sizes and plots.spaced([8, 1, 2, 9, 2], 12) == [1, 2, 8]
-    few = plots.spaced(sizes, 40)
-    # Two labels and a space between them need the room of all their digits.
-    widths = [len(str(n)) + 1 for n in few]
-    centers = [40 * math.log2(n) / 17 for n in few]
-    assert all(b - a >= (v + w) / 2 for a, b, v, w in zip(centers, centers[1:], widths, widths[1:]))

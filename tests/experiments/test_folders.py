@@ -141,3 +141,12 @@ def test_damaged_configs_and_inputs_are_named(tmp_path):
     session.check_folder(tmp_path, config | {"has_audit": True})  # of the answers that are there
     with pytest.raises(ConfigError, match="other values of target"):
         session.check_folder(tmp_path, config | {"target": "b"})
+    data = tmp_path / "questions.jsonl"
+    data.write_text('{"prompt": "a"}')
+    config["data"] = str(data)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / session.INPUTS).write_text(json.dumps(session.inputs_of(config)))
+    session.check_folder(tmp_path, config)
+    data.write_text('{"prompt": "b"}')
+    with pytest.raises(ConfigError, match=r"other values of what is in .*questions\.jsonl"):
+        session.check_folder(tmp_path, config)

@@ -7,7 +7,6 @@ import pytest
 from support.pairs import tiny_pair
 
 from configs import decode_default
-from experiments import decode
 from experiments.comparison.setup import Setup
 from spec_jax import SpeculativeConfig
 from spec_jax.drafters.model_free import NO_DRAFT
@@ -89,18 +88,3 @@ def test_a_rule_is_used_where_it_can_serve():
     branched = NO_DRAFT._replace(name="own", tree=Tree.branching((2, 1)))
     found = cells_of(rule._replace(has_trees=True), {"own": branched}, (1.0,))
     assert found == [("own", "of 4 nodes", 1.0)]
-
-
-@pytest.mark.exhaustive
-def test_own_parts_are_decoded_and_reported(pair, tmp_path):
-    """At temperature 0 a lossless rule emits plain decoding's tokens; the report names both."""
-    config = of(decode_default, pair, drafts="ngram", has_stream=False, **OWN)
-    rep = decode.decode(config, tmp_path / "decode")
-    for r in rep["results"]:
-        assert r["identical_to_plain"] is True or r["temperature"] == 1
-        assert r["is_lossless"] and r["finish_reasons"] == {"length": 2}
-        has_cost = r["method"] != "bigrams"  # what its draft costs was not measured
-        assert (r["predicted_speedup"] == r["predicted_speedup"]) is has_cost
-    text = (tmp_path / "decode" / "report.md").read_text()
-    assert re.search(r"\| bigrams +\| +3 +\| +1 +\| coin +\|", text)
-    assert f"rule coin: {OWN['rule']}, lossless" in text

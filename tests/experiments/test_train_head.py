@@ -124,11 +124,8 @@ def test_a_step_of_two_accumulated_batches_is_that_of_one_of_both(files, tmp_pat
 
 
 OBJECTIVES = {
-    "eagle1": dict(),
     "eagle3": dict(fc_norm=True, norm_output=True),
     "mtp": dict(),
-    "dflash": dict(block_size=4),
-    "treeflash": dict(block_size=4),
     "dspark": dict(block_size=4, markov_rank=8),
     "dflash2": dict(block_size=4, selector_rank=8, selector_top_k=8),
     "peagle": dict(draft_vocab_size=200, num_layers=2, max_draft=4),
@@ -144,10 +141,10 @@ def test_every_objective_trains_and_exports(files, tmp_path, objective):
     config = small(files, objective=objective, steps=2, **{"loss.num_anchors": 4})
     config.head.update(dict(draft_vocab_size=0) | OBJECTIVES[objective])
     config.data.responses = None
-    config.data.has_document_masks = objective in ("eagle3", "dflash")
+    config.data.has_document_masks = objective in ("eagle3", "dflash2")
     best = train_head.train(config, tmp_path)
     head = load_draft(tmp_path / "export", load_model(files / "target"))
-    assert head.method == ("eagle" if objective in ("eagle1", "eagle3") else objective)
+    assert head.method == ("eagle" if objective == "eagle3" else objective)
     if objective == "eagle3":
         assert head.config.fc_norm and head.config.norm_output and head.format == "SpecForge"
     lines = read_metrics(tmp_path / "metrics.jsonl")
