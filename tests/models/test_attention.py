@@ -230,8 +230,6 @@ PROMPTS = [[1, 2, 3], [*range(30)]]
 
 
 CASES = {  # mesh, tree, whether a draft drafts
-    "prompts and plain": (None, None, False),
-    "chain": (None, None, True),
     "tree": (None, (2, 2), True),
     "mesh": ("data:2,tensor:2", None, True),
     "heads that are not split": ("data:1,tensor:4", None, False),

@@ -324,15 +324,6 @@ def test_another_snapshot_is_refused(tmp_path, name):
             kind.load(tmp_path / "state.safetensors")
 
 
-@of_kind
-def test_a_row_put_in_replaces_that_row_alone(config):
-    cache, one = filled(config, batch=3), filled(config, batch=1)
-    mixed = jax.jit(type(cache).insert_row)(cache, 1, one)
-    mixed, cache, one = (jax.tree.leaves(c.snapshot()) for c in (mixed, cache, one))
-    for now, before, new in zip(mixed, cache, one):
-        np.testing.assert_array_equal(now, np.stack([before[0], new[0], before[2]]))
-
-
 def test_a_file_that_is_no_snapshot_is_an_error_that_names_it(tmp_path):
     whole, file = tmp_path / "whole.safetensors", tmp_path / "state.safetensors"
     with pytest.raises(SnapshotError, match="state.safetensors"):

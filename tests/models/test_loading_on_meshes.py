@@ -295,18 +295,6 @@ def test_what_is_wrong_is_named_before_anything_is_read(llama, opened, name):
     assert opened[-1].bytes_read == 0
 
 
-def test_a_shard_that_is_cut_while_it_is_read_is_named(llama, monkeypatch):
-    content, tensor = (llama / SINGLE).read_bytes(), shards_module.Shards.tensor
-
-    def cut(self, name):  # after it was opened
-        (llama / SINGLE).write_bytes(content[:-1])
-        return tensor(self, name)
-
-    monkeypatch.setattr(shards_module.Shards, "tensor", cut)
-    with pytest.raises(WeightsError, match=rf"{SINGLE} ends within tensor"):
-        load_pretrained(llama, mesh=mesh("data:2,tensor:4"))
-
-
 def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_read(tmp_path, opened):
     save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
     target, over = spec_jax.load_model(tmp_path), mesh("data:1,tensor:8")

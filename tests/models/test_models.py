@@ -54,23 +54,6 @@ def test_cached_forward_equals_cache_free_forward_on_ragged_rows(config):
         )
 
 
-@pytest.mark.exhaustive
-def test_bfloat16_stays_near_float32_with_and_without_a_cache():
-    half, tokens = random_weights(LLAMA, dtype="bfloat16"), random_tokens(3, 12)
-    # The same (rounded) weights in float32: what is left is the arithmetic's rounding.
-    single = jax.tree.map(lambda x: x.astype(jnp.float32), half)
-    expected = whole(single, tokens, config=LLAMA)
-    cache = transformer.model(LLAMA).init_cache(half, 3, 15)
-    assert {x.dtype for x in (*cache.keys, *cache.values)} == {jnp.dtype(jnp.bfloat16)}
-    output = forward(half, tokens[:, :6], cache, config=LLAMA)
-    assert output.hidden.dtype == output.cache.keys[0].dtype == jnp.bfloat16
-    free, cached = whole(half, tokens, config=LLAMA), unembed(half, output.hidden)
-    assert free.dtype == cached.dtype == jnp.float32
-    scale = float(jnp.abs(expected).max())
-    assert 1e-4 * scale < float(jnp.abs(free - expected).max()) < 0.05 * scale
-    assert float(jnp.abs(cached - expected[:, :6]).max()) < 0.05 * scale
-
-
 def test_each_output_depends_on_its_own_and_earlier_tokens_only():
     tokens = jnp.arange(7, dtype=jnp.int32)[None]  # distinct, so embedding rows are positions
 
@@ -90,33 +73,6 @@ def test_only_relative_positions_matter():
     run = lambda p: forward(params, tokens, config=LLAMA, positions=p).hidden
     np.testing.assert_allclose(run(positions + 9), run(positions), atol=1e-4)
     assert float(jnp.abs(run(2 * positions) - run(positions)).max()) > 1e-2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
-def test_a_block_whose_tokens_see_each_other_stands_at_the_positions_that_are_given(config):
-    """With a cache and without; the order in which the block is fed does not matter."""
-    params, tokens = random_weights(config), random_tokens(3, 8)
-    lengths, order = np.array([5, 2, 3]), np.array([2, 0, 1])
-    cache = KVCache.create(config, 3, 9)
-    cache = forward(params, tokens[:, :5], cache, config=config).cache.commit(lengths)
-    block, positions = tokens[:, 5:], lengths[:, None] + np.arange(3)
-    block_mask = jnp.ones((1, 3, 3), bool)
-
-    def run(block, **where):
-        return forward(params, block, cache, config=config, window_mask=block_mask, **where).hidden
-
-    hidden = np.asarray(run(block, positions=positions))
-    for b, n in enumerate(lengths):
-        mask = np.tril(np.ones((n + 3, n + 3), bool))
-        mask[n:, n:] = True
-        line = np.concatenate([tokens[b, :n], block[b]])[None]
-        at = np.arange(n + 3)[None]
-        alone = forward(params, line, config=config, window_mask=mask[None], positions=at).hidden
-        np.testing.assert_allclose(hidden[b], alone[0, n:], atol=2e-5)
-    turned = run(block[:, order], positions=positions[:, order])
-    np.testing.assert_allclose(turned, hidden[:, order], atol=2e-5)
-    assert np.abs(run(block) - hidden).max() > 1e-2  # what the mask alone would say
 
 
 def test_yarn_may_scale_nothing_and_state_its_factor():

@@ -14,9 +14,6 @@ from support.meshes import mesh
 
 from spec_jax import sharding
 from spec_jax.models import moe
-from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
-from spec_jax.planning import hlo, traffic
-from spec_jax.planning.work import Setting, Stack
 
 X, D, F, M = 16, 12, 20, 4  # experts, widths, tokens
 
@@ -206,37 +203,3 @@ def test_gradients_on_a_mesh_are_those_of_one_device():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=1e-4), run(*placed), grad(*args)
     )
-
-
-def test_on_a_mesh_a_device_moves_the_experts_of_its_own_that_its_rows_chose():
-    """Read off a loop of rounds: each is read, and copied first, as a CPU takes no slice of a stack
-    (``test_a_round_moves_the_experts_that_its_tokens_chose``); nothing else is as large. The
-    planner counts experts likewise, of those that the device holds.
-    """
-    X, D, F, on = 64, 128, 96, "data:2,tensor:4"
-    one, shape = 4 * 3 * D * F, lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-    args = (shape(X, D, F), shape(X, D, F), shape(X, F, D)), shape(8, 1, D), shape(8, 1, X)
-
-    def rounds(experts, x, weights):
-        layer = dict(zip(moe.EXPERTS, experts))
-        run = lambda x: moe.mix_experts(layer, x, weights, 2)
-        return jax.lax.while_loop(lambda x: (x**2).sum() < 9, run, x)
-
-    program, _ = on_mesh(on, rounds, *args)
-    text = program.as_text()
-    of_round = lambda count: traffic.of_round(hlo.read(text, unknown_trips=count))
-    moved = [of_round(count).hbm_bytes for count in (0, 1, 8)]
-    assert moved[0] < 0.1 * one
-    for count, total in ((1, moved[1]), (8, moved[2])):
-        assert 3 * one * count <= total - moved[0] <= 1.1 * 3 * one * count
-    sums = [c for c in of_round(1).collectives if c.num_bytes > 8]
-    assert [(c.kind, c.num_bytes, c.group) for c in sums] == [("all-reduce", 4 * 4 * D, 4)]
-    products = [n.arrays[0].dims for n in hlo.read(text).in_loops() if n.opcode == "dot"]
-    assert sorted(products) == [(4, F), (4, F), (4, D)]  # of its four rows and one expert
-    assert program.memory_analysis().temp_size_in_bytes < 1.1 * one
-
-    routed = dict(num_experts=X, num_experts_per_tok=2, moe_intermediate_size=F)
-    config = Qwen3MoeConfig(512, D, F, 1, 4, 2, 32, **routed)
-    stack = Stack.of(config, Setting(context=64, mesh=on, dtype="float32"))
-    assert 4 * stack.experts == X // 4 * one
-    assert 4 * stack.experts_read(4) == pytest.approx(X // 4 * (1 - (1 - 2 / X) ** 4) * one)

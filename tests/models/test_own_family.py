@@ -14,9 +14,6 @@ from support.tiny_models import LLAMA, TINY, random_weights
 
 from configs import evaluate_zoo
 from experiments import evaluate, train_head
-from spec_jax import LoadedHead, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
-from spec_jax.drafters.mtp.checkpoint import write_mtp
-from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
@@ -24,29 +21,21 @@ from spec_jax.models.families import Family, family_of, register
 
 GATED = GatedConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
 TOKENS = np.asarray([[3, 1, 4, 1, 5]])
-PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5]]
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """A target, a draft that is often right, and an MTP module of the target's layers."""
-    at = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft", "modules")}
-    params, other = random_weights(GATED), random_weights(GATED, seed=5)
-    save_pretrained(at["target"], params, GATED)
-    save_pretrained(at["draft"], jax.tree.map(lambda a, b: a + 0.15 * b, params, other), GATED)
-    config = MtpConfig.of_target(GATED)
-    modules = init_mtp(config, jax.random.key(0))
-    write_mtp(at["modules"], config, modules, target_config=GATED)
-    return at
+@pytest.fixture
+def directory(tmp_path) -> pathlib.Path:
+    save_pretrained(tmp_path / "target", random_weights(GATED), GATED)
+    return tmp_path / "target"
 
 
-def test_it_loads_and_is_exported(directories, tmp_path):
-    params, config = load_pretrained(directories["target"])
+def test_it_loads_and_is_exported(directory, tmp_path):
+    params, config = load_pretrained(directory)
     assert config == GATED
     jax.tree.map(np.testing.assert_array_equal, params, random_weights(GATED))
     save_pretrained(tmp_path, params, config)
     for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (directories["target"] / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
     stacked, config = load_pretrained(tmp_path, scan_layers=True)
     expected = transformer.logits(params, TOKENS, config=GATED)
     np.testing.assert_allclose(
@@ -59,26 +48,11 @@ def test_it_loads_and_is_exported(directories, tmp_path):
     assert np.abs(expected - other).max() > 1e-3
 
 
-def test_a_family_whose_layers_cannot_be_scanned_is_not_stacked(directories, monkeypatch):
+def test_a_family_whose_layers_cannot_be_scanned_is_not_stacked(directory, monkeypatch):
     apart = lambda config: family_of(config)._replace(can_scan=False)
     monkeypatch.setattr("spec_jax.models.checkpoint.family_of", apart)
     with pytest.raises(ConfigError, match="never stacked"):
-        load_pretrained(directories["target"], scan_layers=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["draft", "modules"])
-def test_it_decodes_speculatively(directories, name):
-    target = load_model(directories["target"])
-    draft = load_draft(directories[name], target)
-    assert isinstance(draft, LoadedHead) == (name == "modules")
-    assert isinstance(getattr(draft.config, "layer", draft.config), GatedConfig)
-    method = draft.method if name == "modules" else "standalone"
-    config = SpeculativeConfig(method, 2, rejection_sampling_strategy="greedy")
-    decoder = SpeculativeDecoder(target, draft, config)
-    fast, slow = (d.generate(PROMPTS, 16) for d in (decoder, SpeculativeDecoder(target)))
-    assert [row.tokens for row in fast] == [row.tokens for row in slow]
-    assert decoder.stats.accepted > 0 or name == "modules"
+        load_pretrained(directory, scan_layers=True)
 
 
 @pytest.mark.exhaustive

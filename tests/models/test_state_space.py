@@ -9,7 +9,7 @@ import pytest
 from oracles.state_space import run_delta_net, run_mamba2
 from support.tiny_models import BAMBA, MAMBA2, QWEN35, random_tensor, random_tokens, random_weights
 
-from spec_jax import DecodeQueue, SpeculativeConfig, SpeculativeDecoder, decoding
+from spec_jax import SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.loading import LoadedModel
@@ -160,17 +160,3 @@ def test_config_json_reads_back(config):
     assert type(config).from_hf(infinite).time_step_limit == (0.0, float("inf"))
     with pytest.raises(ConfigError, match="attn_layer_indices, .* are missing"):
         BambaConfig.from_hf({"vocab_size": 3})
-
-
-@pytest.mark.exhaustive
-def test_a_queue_takes_prompts_of_different_lengths():
-    """They cannot be prefilled together: what pads the shorter would stay in its state."""
-    target = loaded("target", MAMBA2, random_weights(MAMBA2))
-    decoder = SpeculativeDecoder(
-        dataclasses.replace(target, model=target.model._replace(can_rewind=False))
-    )
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
-    expected = [decoder.generate(prompt, 6).tokens for prompt in prompts]
-    queue = DecodeQueue(decoder, enumerate(prompts), batch=3, max_prompt_tokens=5, max_new_tokens=6)
-    found = dict(queue)
-    assert [found[i].tokens for i in range(4)] == expected

@@ -109,10 +109,6 @@ def load(args: argparse.Namespace) -> dict:
             args.save, model.params, model.config, dtype=args.dtype, max_shard_bytes=2_000_000
         )
         assert (pathlib.Path(args.save) / "config.json").exists()  # in every process
-    if args.head:
-        head = spec_jax.load_head(args.head, model, mesh=mesh)
-        result["notes"] = head.notes
-        head.save(f"{args.save}-head", model)
     if args.process is not None:
         processes.finish()
     return result
@@ -129,7 +125,6 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="read whole, then placed")
     parser.add_argument("--watch", action="store_true", help="the reader's memory; slower")
     parser.add_argument("--save", help="a directory to write the model to, in small files")
-    parser.add_argument("--head", help="an EAGLE head to load and save too")
     parser.add_argument("--process", type=int, help="number of this one of two processes")
     parser.add_argument("--port", type=int)
     args = parser.parse_args()
