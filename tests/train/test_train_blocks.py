@@ -157,7 +157,9 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
     config, head, mask = BLOCKS[name], head_of(name), np.zeros(TEXT.shape, bool)
     mask[0, 3:8] = mask[0, 11:] = True
     batch, params = batch_of(name, jnp.asarray(mask)), {"head": head, "target": TARGET.params}
-    run = jax.jit(loss_of(name, has_every_anchor=True, decay=0.7))
+    run = jax.jit(
+        loss_of(name, has_every_anchor=True, decay=0.7, base_weight=0.5, target_weight=0.3)
+    )
     loss, figures = run(head, batch, TARGET.params)
     places = [5, 13, 17]  # every fourth, where the answer goes on
 
@@ -167,11 +169,11 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
         context = objective.context_keys(head, batch.view.features, config)
         x = objective.states_at(params, TEXT, anchors, context, config)
         before = TEXT[:, jnp.asarray(places)[:, None] + jnp.arange(K)]
-        q = jax.nn.softmax(objective.scores_at(params, x, before, config, TARGET.model)[1])
+        base, q = map(jax.nn.softmax, objective.scores_at(params, x, before, config, TARGET.model))
         p = jax.nn.softmax(TARGET.model.unembed(TARGET.params, batch.view.hidden))
-        return q, p, jax.nn.sigmoid(confidence_logits(head, x, before, config))
+        return base, q, p, jax.nn.sigmoid(confidence_logits(head, x, before, config))
 
-    q, p, c = (np.asarray(x, np.float64)[0] for x in distributions())
+    base, q, p, c = (np.asarray(x, np.float64)[0] for x in distributions())
     total = weight = 0.0
     seen = {what: np.zeros(K) for what in ("count", "nats", "hits", "reached", "bias")}
     for j, a in enumerate(places):
@@ -183,7 +185,8 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
             nats, gap = -np.log(q[j, k, token]), np.abs(q[j, k] - p[a + k]).sum()
             accept, belief = 1 - gap / 2, c[j, k]
             entropy = -accept * np.log(belief) - (1 - accept) * np.log(1 - belief)
-            total += 0.7**k * (0.1 * nats + 0.9 * gap + entropy)
+            crossed = -0.5 * np.log(base[j, k, token]) - 0.3 * (p[a + k] @ np.log(q[j, k]))
+            total += 0.7**k * (0.1 * nats + 0.9 * gap + entropy + crossed)
             weight += 0.7**k
             is_chain &= int(q[j, k].argmax()) == token
             for what, value in zip(seen, (1, nats, is_chain, was, belief - accept)):

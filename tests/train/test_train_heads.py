@@ -91,18 +91,6 @@ def test_losses_agree_with_their_definitions():
 
 
 @pytest.mark.parametrize("name", losses.DIVERGENCES)
-def test_divergences_are_least_where_the_distributions_agree(name):
-    measure = losses.make_divergence(name)
-    p = jnp.asarray(np.random.default_rng(1).normal(size=(7,)), jnp.float32)
-    at, gradient = jax.value_and_grad(lambda q: measure(p, q))(p)
-    if name not in ("total-variation", "acceptance"):  # these have an edge there
-        np.testing.assert_allclose(gradient, 0, atol=2e-6)
-    for seed in range(5):
-        other = p + 0.3 * jax.random.normal(jax.random.key(seed), p.shape)
-        assert float(measure(p, other)) > float(at)
-
-
-@pytest.mark.parametrize("name", losses.DIVERGENCES)
 def test_ids_that_pad_the_target_cost_nothing(name):
     p = jnp.asarray([1.0, 2.0, -jnp.inf])
     value, gradient = jax.value_and_grad(lambda q: losses.make_divergence(name)(p, q))(p)
