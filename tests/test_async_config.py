@@ -32,18 +32,6 @@ def tokens(decoder, **options):
     return decoder.generate(PROMPT, NEW, **options).tokens
 
 
-@pytest.mark.exhaustive
-def test_both_shapes_of_config_make_the_same_decoder_and_its_drafts_have_their_sampler(pair):
-    config = SpeculativeConfig(num_speculative_tokens=3)
-    ours = SpeculativeDecoder(*pair, config, target_sampler=WARM, draft_sampler=COOL)
-    theirs, alike = (SpeculativeDecoder(*pair, AsyncSpecConfig(3, s, WARM)) for s in (COOL, None))
-    assert theirs.config == ours.config and theirs.num_draft == 3
-    assert alike.config.rejection_sampling_strategy == "residual"
-    rows = [decoder.generate([PROMPT] * 8, NEW) for decoder in (ours, theirs, alike)]
-    assert [row.tokens for row in rows[0]] == [row.tokens for row in rows[1]]
-    assert theirs.stats.accepted_at == ours.stats.accepted_at != alike.stats.accepted_at
-
-
 @pytest.mark.parametrize("sampler", [SamplerConfig(), WARM], ids=["greedy", "sampled"])
 def test_n1_is_plain_decoding_and_drafts_nothing(pair, sampler):
     plain = SpeculativeDecoder(pair[0], target_sampler=sampler)

@@ -91,28 +91,6 @@ def test_notebook_imports_what_is_installed_with_the_package(path):
     assert names <= depends | sys.stdlib_module_names | {"spec_jax"}
 
 
-@pytest.mark.exhaustive
-def test_a_notebook_runs_in_its_own_folder_and_sees_the_package_alone(tmp_path):
-    """As in Jupyter, where the package is installed and a checkout is not on Python's path."""
-    lines = (
-        "import importlib.util, os, pathlib, sys",
-        "print(pathlib.Path.cwd())",
-        "found = {n: importlib.util.find_spec(n) for n in ('spec_jax', 'experiments', 'support')}",
-        "print([name for name, spec in found.items() if spec])",
-        "print(pathlib.Path(found['spec_jax'].origin).resolve())",
-    )
-    cell = dict(cell_type="code", source="\n".join(lines), metadata={}, outputs=[])
-    cell |= dict(execution_count=None, id="a")
-    about = json.loads(NOTEBOOKS[0].read_text("utf-8"))
-    path = tmp_path / "own" / "n.ipynb"
-    path.parent.mkdir()
-    path.write_text(json.dumps(about | {"cells": [cell]}), encoding="utf-8")
-    _execute(path, tmp_path / "run.ipynb")
-    (run,) = _cells(tmp_path / "run.ipynb")
-    origin = ROOT / "spec_jax" / "__init__.py"
-    assert _printed(run) == f"{path.parent}\n['spec_jax']\n{origin}\n"
-
-
 def _execute(path, to):
     # In a process of its own: the kernel's packages warn, and here a warning is an error.
     arguments = [sys.executable, ROOT / "tests/support/execute_notebook.py", path, to]

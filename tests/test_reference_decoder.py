@@ -29,7 +29,6 @@ from spec_jax.reference import (
     TargetScores,
     accept,
     acceptance_probability,
-    adjusted_distribution,
     as_draft,
     as_target,
     draw,
@@ -109,17 +108,6 @@ def test_streams_of_a_seed_are_independent():
 # ------------------------------------------------------------------------- pure functions
 
 
-def test_acceptance_and_replacement_make_up_the_target():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        p, q = rng.dirichlet(np.full(5, 0.3), size=2)
-        accepted = [q[x] * acceptance_probability(p, q, x) for x in range(5)]
-        np.testing.assert_allclose(accepted, np.minimum(p, q), atol=1e-15)
-        rejected = 1 - np.sum(accepted)
-        np.testing.assert_allclose(accepted + rejected * adjusted_distribution(p, q), p, atol=1e-12)
-    np.testing.assert_array_equal(adjusted_distribution(p, p), p)
-
-
 def proposal_and_scores(tokens=(2, 0)):
     with np.errstate(divide="ignore"):
         return DraftProposal(tokens, np.log(Q[:2])), TargetScores(np.log(P))
@@ -173,18 +161,6 @@ def test_metrics_follow_the_paper():
     empty = SpeculativeMetrics()
     unknown = (empty.acceptance_rate, empty.tokens_per_step, empty.speed_up(0.1))
     assert np.isnan(unknown).all()
-
-
-def test_measured_metrics_meet_the_expected_ones():
-    """Without context every draft is accepted with the same probability, sum(min(p, q))."""
-    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.3, 0.4])
-    decoder = SpeculativeDecoder(Config(k=3, max_new_tokens=6_000))
-    decoder.generate(MockDraft(q), MockTarget(p), (0,))
-    metrics, alpha = decoder.metrics, np.minimum(p, q).sum()
-    assert metrics.emitted == 6_000 and 0 <= 3 * metrics.steps - metrics.drafted < 3  # by the limit
-    assert metrics.acceptance_rate == pytest.approx(alpha, abs=0.03)
-    assert metrics.tokens_per_step == pytest.approx(expected_tokens(alpha, 3), abs=0.1)
-    assert metrics.speed_up(0.2) == pytest.approx(expected_speed_up(alpha, 3, 0.2), abs=0.08)
 
 
 def counting(tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
-from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
@@ -122,13 +120,8 @@ def plain():
 
 
 @pytest.fixture(scope="module")
-def timeline():
-    return []
-
-
-@pytest.fixture(scope="module")
-def loop(timeline):
-    return overlap.make_loop(devices(), timeline)
+def loop():
+    return overlap.make_loop(devices())
 
 
 @pytest.fixture(scope="module")
@@ -198,22 +191,6 @@ def loaded(name, noise=0.0):
     return LoadedModel(name, transformer.model(LLAMA), params, config=LLAMA)
 
 
-@pytest.mark.exhaustive
-def test_an_overlapped_decoder_is_cancelled_between_ticks_and_goes_on_afterwards():
-    decoder = SpeculativeDecoder(loaded("target"), loaded("draft", 0.01), devices=devices())
-    expected = decoder.generate([1, 2, 3], 24).tokens
-
-    class AfterLooks(CancellationToken):
-        def watch(self):
-            looks = itertools.count()
-            return lambda: next(looks) > 5
-
-    cut = decoder.generate([1, 2, 3], 24, cancellation_token=AfterLooks())
-    assert cut.finish_reason == "cancelled" and 0 < len(cut.tokens) < 24
-    assert cut.tokens == expected[: len(cut.tokens)]
-    assert decoder.generate([1, 2, 3], 24).tokens == expected
-
-
 def test_what_an_overlapped_decoder_cannot_do_is_named():
     target, draft = loaded("target"), loaded("draft", 0.01)
     with pytest.raises(ConfigError, match="a queue refills rows"):
@@ -233,16 +210,3 @@ def test_draft_and_verify_of_a_tick_run_at_the_same_time_on_their_own_devices(tm
     assert record["draft_beside_verify"] > 0
     assert check_run_files(tmp_path, "overlap")["tick_ms"] == record["tick_ms"]
     assert (tmp_path / "timeline.png").stat().st_size
-
-
-def test_the_timeline_names_what_ran_where(decoded, timeline):
-    names = {(s.what, s.devices) for s in timeline}
-    target, draft = map(str, jax.devices()[:2])
-    assert names == {
-        ("prefill", target),
-        ("prefill", draft),
-        ("draft", draft),
-        ("verify", target),
-        ("accept", target),
-    }
-    assert all(span.begin_s < span.end_s for span in timeline)

@@ -49,8 +49,7 @@ def tokens(decoder):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["standalone", "suffix"])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split, method", [*zip(SPLITS, ("standalone", "suffix"))])
 def test_gives_plain_decodings_tokens(split, method):
     timeline = []
     apart, plain = decoders(split, method, timeline=timeline)

@@ -62,16 +62,6 @@ def test_presets_have_the_published_numbers_of_parameters(name, count):
     assert Stack.of(config, Setting()).num_params == count
 
 
-def test_config_of_a_directory_is_found(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,'
-        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
-    )
-    for path in (tmp_path, tmp_path / "config.json"):
-        config = find_config(str(path))
-        assert (num_params(config), config.scan_layers) == (num_params(SMALL), True)
-
-
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])
 def test_one_device_holds_what_the_shardings_of_the_weights_say(name):
     config, mesh = PRESETS[name], make_mesh(MESH)

@@ -36,8 +36,6 @@ SMALL = ONE._replace(mesh="data:2,tensor:2")  # of four of the eight devices
 CHAINS = [
     SMALL._replace(drafter="eagle", rule="residual", drive="stream"),
     SMALL._replace(target="mamba2", drafter="eagle", drive="stream"),
-    SMALL._replace(target="bamba", drafter="mtp", rule="residual", drive="stream"),
-    SMALL._replace(target="mamba2", drafter="copies", rule="another", drive="stream"),
     # Two key-value heads on eight devices: the target's, and those of gated attention.
     ONE._replace(mesh="data:1,tensor:8", target="grouped", drafter="mtp", rule="greedy"),
 ]

@@ -12,7 +12,6 @@ import pytest
 from spec_jax import progress, testing
 from spec_jax.engine import session as watch
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.train.log import Log
 
 
 @pytest.fixture
@@ -152,15 +151,3 @@ def test_lines_say_how_long_is_left_and_compilation_counts_once(clock, capsys):
         clock.now_s += 10  # too early for a line
         bar.step("one", 20)
     assert capsys.readouterr().err == "prompts 920/1000: one (about 3 min left)\n"
-
-
-def test_lines_of_training_say_it_too(clock, tmp_path, capsys):
-    with Log(tmp_path, 900, 4000) as log:  # resumed
-        clock.now_s += 60  # of compilation
-        log.begin(901)
-        clock.now_s += 9
-        log.write(910, loss=1.0)
-        log.write(4000, loss=0.5)
-    line, last = capsys.readouterr().out.splitlines()
-    assert line.endswith(" (about 52 min left)"), "3,090 steps of a second each"
-    assert "left" not in last
