@@ -14,7 +14,7 @@ from support.scripted import BUCKETS, Known, Script
 
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Observer
+from spec_jax.contracts import Observer, Round, TargetScores, Verdict
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError, ShapeError
@@ -308,6 +308,20 @@ def test_kinds_that_do_not_fit_are_refused(mocks):
     for kinds in ([[0, 1]], [0, -1], [0.5], [], "ab"):
         with pytest.raises(ConfigError, match="expected an integer from 0 to 1023 for each id"):
             decoding.acceptance_by_kind(kinds)
+
+
+def test_log_probabilities_of_a_tree_are_those_of_the_accepted_path():
+    """Of a round that accepts node 2 and its child 4; the token after them is cut."""
+    logits = np.random.default_rng(0).standard_normal((1, 5, V)).astype(np.float32)
+    tokens, path = jnp.asarray([[3, 5, 1]]), jnp.asarray([[0, 2, 4]])
+    scores = TargetScores(jnp.asarray(logits), jnp.asarray(2 * logits))
+    verdict = Verdict(jnp.asarray([2]), tokens, None, None, path)
+    of = Round(None, scores, verdict, jnp.asarray([4]), jnp.asarray([2]))
+    seen = decoding.LOGPROBS.update(decoding.LOGPROBS.init(1, 8), of)
+    for found, x in ((seen.raw, logits), (seen.processed, 2 * logits)):
+        expected = np.zeros(8)
+        expected[4:6] = [log_softmax(x[0, node])[token] for node, token in ((0, 3), (2, 5))]
+        np.testing.assert_allclose(found[0], expected, atol=1e-5)
 
 
 def test_a_first_token_that_is_not_emitted_has_no_log_probability(mocks):

@@ -17,8 +17,10 @@ from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.eagle.model import EagleConfig
+from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive import runner
+from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.policy import Plan
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
 from spec_jax.engine.cancellation import CancellationToken
@@ -91,6 +93,32 @@ def test_a_head_catches_up_when_there_is_no_more_room(monkeypatch):
     while sum(rounds for _, rounds in pacer.plans) < 66:
         state, _ = pacer(state, jnp.zeros(1, jnp.int32), 5)
     assert len(caught_up) == 2  # behind 32 and behind 64
+
+
+def test_a_head_catches_up_with_each_rows_own_tokens_and_the_states_before_them():
+    """A row has skipped as many as it has emitted; the second one paused once."""
+    fed = []
+
+    def commit(params, state, *what):
+        fed.append(what)
+        return state
+
+    drafter = with_deferred_commits(NO_DRAFT._replace(commit=commit), 4)
+    tokens, rows = np.arange(16).reshape(2, 8), np.arange(2)
+    begin = length = np.array([3, 2])
+    state_of = lambda tokens: jnp.asarray(tokens, jnp.float32)[..., None]
+    state = drafter.init(None, 2, 8)
+    state = drafter.prefill(None, state, tokens[:, :3], begin, None, state_of(tokens[:, :3]))
+    for n in ([1, 1], [1, 0], [1, 1]):
+        new, before = tokens[rows, length + 1, None], state_of(tokens[rows, length, None])
+        state = drafter.catch_up.defer_commit(None, state, new, jnp.asarray(n), before, None)
+        length = length + n
+    drafter.catch_up.run(None, state, jnp.asarray(tokens), jnp.asarray(length), 8)
+    ((new, n, before, _),) = fed
+    for row, (first, last) in enumerate(zip(begin, length)):
+        assert n[row] == last - first
+        assert new[row, : n[row]].tolist() == tokens[row, first + 1 : last + 1].tolist()
+        assert before[row, : n[row], 0].tolist() == tokens[row, first:last].tolist()
 
 
 def test_a_round_without_drafts_runs_no_pass_of_a_head():

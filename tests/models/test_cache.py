@@ -296,6 +296,13 @@ def test_a_saved_snapshot_loads_bit_for_bit(tmp_path, config, dtype):
     assert all(jax.tree.leaves(jax.tree.map(same, restored, cache)))
 
 
+def test_a_saved_snapshot_keeps_the_order_of_more_than_ten_layers(tmp_path):
+    layers = tuple(np.full((1, 1, 1, 1), i, np.float32) for i in range(12))
+    KVCacheSnapshot(layers, layers, np.ones(1, np.int32)).save(tmp_path / "state.safetensors")
+    loaded = KVCacheSnapshot.load(tmp_path / "state.safetensors")
+    assert [int(x.item()) for x in loaded.keys] == list(range(12))
+
+
 HERE = "this cache has 4 x float32\\[2, 4, 6, 4\\], 1 x int32\\[2\\]"
 NOT_KEYS, ROWS = "KVCacheSnapshot; this cache takes a", r"\[3, 4, 8, 6\].*this cache has"
 REFUSED = {  # a cache, and one whose snapshot it does not take

@@ -161,3 +161,15 @@ def test_text_that_ends_early_ends_with_a_whole_character():
         assert tokenizer.whole_after([], [first, *rest]) == "a🎉" and len(rest) > 1
         for cut in range(1, len(rest) + 1):
             assert tokenizer.whole_after([], [first, *rest[:-cut]]) == "a"
+
+
+def test_the_start_of_a_stop_string_is_held_back_until_it_is_none():
+    """Of a text that comes letter by letter, and in which a stop string begins twice."""
+    tokenizer, sent = bytes_alone(), []
+    ids = by_bytes(tokenizer, "ababc")
+    tracker = TextTracker(tokenizer, [[]], ["abc"], has_pieces=True)
+    for n in range(1, len(ids) + 1):
+        tracker.look(np.asarray([ids]), [n], [Finish.RUNNING])
+        sent.append("".join(piece for _, piece in tracker.take()))
+    assert sent == ["", "", "a", "b", ""]
+    assert tracker.result(0, ids, Finish.RUNNING).text == "ab"

@@ -32,7 +32,9 @@ V, K, NEW = 11, 3, 16
 MODEL = testing.toy_model(V)
 PARAMS = {"target": testing.toy_params(V, 0), "draft": testing.toy_params(V, 0)}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], [3, 1]]
-SAMPLERS = [*MIXED_SAMPLERS, SamplerConfig(temperature=1.3, seed=14)]
+# In the last row three tokens take turns, so what is ahead says which one is next.
+IN_TURNS = dict(frequency_penalty=5.0, logit_bias=((1, 30.0), (2, 30.0), (5, 30.0)))
+SAMPLERS = [*MIXED_SAMPLERS, SamplerConfig(temperature=1.3, seed=14, **IN_TURNS)]
 LENGTHS = np.asarray([len(p) for p in PROMPTS], np.int32)
 
 

@@ -1,12 +1,18 @@
-"""The shortcut of greedy drafting: the same tokens and the same faults as by the distribution."""
+"""How drafts are drawn: greedily by a shortcut, for a coupled rule with the rule's own noise."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from support.decoders import rule
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
-from spec_jax.drafters.common.chain import Drafted
+from spec_jax.decoding.round import round_noise
+from spec_jax.drafters.common.chain import Drafted, draft_chain
+from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.sampling import make_sampler
+from spec_jax.tree import Tree
 
 LOGITS = np.asarray(
     [
@@ -58,3 +64,39 @@ def test_a_head_that_is_not_finite_is_unsound_though_it_is_confident_in_nothing(
     _, is_offered, is_sound, _ = draw(False, SamplerConfig(), jnp.full(len(LOGITS), jnp.nan), 0.3)
     np.testing.assert_array_equal(is_sound, expected)
     assert not is_sound.all() and not is_offered.any()
+
+
+# A tree, or None; then of each draft the depth of its parent and its rank among the children.
+SHAPES = {
+    "chain": (None, ((0, 0), (1, 0), (2, 0))),
+    "tree": (Tree((0, 0, 1, 3)), ((0, 0), (0, 1), (1, 0), (2, 0))),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_draft_from_the_targets_distribution_is_the_token_of_a_coupled_rule(shape):
+    """At every depth, whatever seed the draft's sampler has; its siblings are the next best."""
+    tree, places = SHAPES[shape]
+    length = jnp.asarray([3, 0, 7], jnp.int32)
+    B, V = len(length), 6
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((B, V)), jnp.float32)
+    sampler = make_sampler(SamplerConfig(temperature=1.0, seed=1), B, V)
+    own = sampler.replace(seed=sampler.seed + 9)
+    options = dict(is_coupled=True, has_probs=False, has_logits=False)
+    context = Context(jnp.zeros((B, 12), jnp.int32), length, own, sampler.seed, **options)
+
+    def advance(carry, tokens, *place):  # the same logits after every token
+        like = logits if tree is None else logits[:, None]
+        return jnp.broadcast_to(like, (*tokens.shape, V)), carry
+
+    @jax.jit
+    def draft():
+        noise = round_noise(rule("match"), sampler, length, 3, V).gumbel
+        if tree is None:
+            return draft_chain(logits, (), advance, context, len(places))[0].tokens, noise
+        return draft_tree(logits, (), advance, context, len(places), tree)[0].tokens, noise
+
+    tokens, noise = draft()
+    ranked = np.argsort(-(logits[:, None] + noise), axis=2)
+    expected = np.stack([ranked[:, depth, rank] for depth, rank in places], axis=1)
+    np.testing.assert_array_equal(tokens, expected)
