@@ -74,6 +74,9 @@ MUTATIONS = mutants.read("""
     noise that made what was learned
         rng.keys: x_ if learned is None else y_ -> x_
         test_a_second_call_with_the_same_seed_matches_target_distribution[suffix]
+    what replaces a draft has the noise of the first token
+        round_noise: keys(rng.Purpose.REPLACE, start) -> keys(rng.Purpose.TARGET, start)
+        test_one_draft_sampler_draws_other_drafts_for_every_request
     drafts are drawn before the count is read
         round.draft: system.drafter.num_updates(params, state.draft) -> jnp.uint32(0)
         test_a_second_call_with_the_same_seed_matches_target_distribution[sampled]
@@ -92,6 +95,9 @@ MUTATIONS = mutants.read("""
     an overlapped draft is not rolled back
         pearl._follow_outcome: drafter.rewind(draft, x_) -> draft
         test_the_drafts_state_is_that_of_its_prefix_kept_or_rolled_back
+    an overlapped block is drawn without what is ahead of it
+        pearl.draft_ahead: view.sampler -> side.sampler
+        test_accepts_all_that_is_right_and_counts_it
     overlapped drafts lag behind their distributions
         pearl.remaining_ahead: moved.replace(...) -> moved.replace(..., probs=block.probs)
         test_4000_requests_of_one_draft_sampler_have_the_targets_distribution[standalone-chain]
@@ -164,6 +170,12 @@ MUTATIONS = mutants.read("""
     the convolution forgets what is new
         LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n)
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    the convolution keeps what was rejected
+        LayerState.commit: jax.vmap(x_)(inputs, n) -> jax.vmap(x_)(inputs, 0 * n + width)
+        test_state_after_accept_and_roll_back_equals_a_fresh_prefill
+    padding is fed into the state
+        LayerState.commit: x_ < n[:, None] -> jnp.ones((len(n), width), bool)
+        test_state_after_accept_and_roll_back_equals_a_fresh_prefill
     gates of a key head are taken for its values
         delta._project: (Z, 2 * Z, 2 * Z + width) -> (Z, 2 * Z, 2 * Z + width - 1)
         test_logits_of_a_directory_written_by_transformers
@@ -218,8 +230,14 @@ MUTATIONS = mutants.read("""
     * replay feeds every pass in full
         caches.replay.replay: n - begin -> n
         test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill
+    layers of a snapshot are ordered as text
+        snapshot._nested: tuple(x[str(i)] for i in range(len(x))) -> tuple(x[i] for i in sorted(x))
+        test_a_saved_snapshot_keeps_the_order_of_more_than_ten_layers
     standalone: the last prompt token is fed twice
         standalone.prefill: lengths - 1 -> lengths
+        test_rounds_conform[standalone-chain-match]
+    standalone: what was rejected stays
+        standalone.commit: state.cache.commit(n) -> state.cache.commit(0 * n + 4)
         test_rounds_conform[standalone-chain-match]
     chain: q is that of another temperature
         Drafted.add: jax.nn.softmax(dist, ...) -> jax.nn.softmax(logits, ...)
@@ -236,6 +254,27 @@ MUTATIONS = mutants.read("""
     head: what drafting wrote is read
         head_drafter.refresh: cache.commit(n) -> cache.commit(n + 1)
         test_rounds_conform[eagle3-chain-match]
+    head: what drafting wrote stays, in as many slots as are kept
+        head_drafter.refresh: cache.commit(n) -> state.cache.commit(n)
+        test_rounds_conform[eagle3-chain-match]
+    head: a chunk of a prompt that has ended changes its last state
+        head_drafter.refresh: jnp.where((n > 0)[:, None], x_, state.last) -> x_
+        test_chunks_leave_the_state_of_one_pass[5-eagle-3]
+    a head catches up with the tokens before those that it skipped
+        deferred.with_deferred_commits.catch_up: length - x_ + 1 -> length - x_
+        test_a_head_catches_up_with_each_rows_own_tokens_and_the_states_before_them
+    a head keeps the states of another row
+        with_deferred_commits.defer_commit: features[:, 0] -> jnp.roll(features, 1, axis=0)[:, 0]
+        test_a_head_catches_up_with_each_rows_own_tokens_and_the_states_before_them
+    a coupled tree is drawn with the noise of a position later
+        common.tree._noise: context.length + depth -> context.length + depth + 1
+        test_a_draft_from_the_targets_distribution_is_the_token_of_a_coupled_rule[tree]
+    drafts are the argmax, reported as drawn
+        chain.draw: sample(processed, context.gumbel[:, x_]) -> argmax(processed)
+        test_every_setting_in_one_batch_matches_target_distribution[own-residual]
+    a draft of the target's own temperature is drawn sharper than reported
+        chain.draw: sample(x_, context.gumbel[:, i_]) -> sample(3 * x_, context.gumbel[:, i_])
+        test_every_setting_in_one_batch_matches_target_distribution[own-residual]
     p-eagle: its masks begin a position late
         peagle.propose: head.feed(p_, *pairs, cache, 0, w_) -> head.feed(p_, *pairs, cache, 1, w_)
         test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines[p-eagle]
@@ -275,6 +314,9 @@ MUTATIONS = mutants.read("""
     * a confidence looks at the draft that it decides on
         Drafted.add: confidence >= x_ -> confidence * token >= x_
         test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn[block]
+    a block is dropped where a later confidence is low
+        Drafted.proposal: self.n_draft -> jnp.where(self.is_going, self.n_draft, 0)
+        test_a_confidence_in_a_draft_may_decide_on_it_before_it_is_drawn[block]
     padding is drafted
         vocabulary.aligned: jnp.where(x_, logits, -jnp.inf) -> logits
         test_padding_is_not_drafted_by_a_model_without_a_tokenizer
@@ -293,6 +335,15 @@ MUTATIONS = mutants.read("""
     modules read their own slot
         sequential._delayed: jnp.concatenate(...) -> x
         test_drafts_are_the_published_architecture[sequential]
+    modules forget the slot before a window
+        sequential_drafter.refresh: _delayed(before, x) -> _delayed(0 * before, x)
+        test_rounds_conform[mtp in turn-chain-match]
+    modules join a state with an embedding in the other order
+        mtp.model.forward: [e, h] -> [h, e]
+        test_drafts_are_the_published_architecture[recycled]
+    modules hand a state on before its norm
+        mtp.model.recycle: rms_norm(x, y_, z_) -> x
+        test_drafts_are_the_published_architecture[sequential]
     filters read logits that are computed twice
         sampling._process: jax.lax.optimization_barrier(x_) -> x_
         test_filters_keep_a_token_however_the_compiler_rounds
@@ -304,6 +355,9 @@ MUTATIONS = mutants.read("""
         test_of_a_tree_each_node_follows_its_own_path
     a node is penalised for its own token
         penalties._apply: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
+        test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it
+    penalties know nothing of the drafts before a node
+        penalties._apply: K == 0 -> K >= 0
         test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it
     each device writes as if it had all rows
         KVCache._put: P("batch") -> P()
@@ -365,6 +419,12 @@ MUTATIONS = mutants.read("""
     half a character is sent
         Tokenizer.settled_after: text.removesuffix(x_) -> text
         test_every_piece_is_whole_characters
+    the start of a stop string is sent
+        TextTracker._send: max(x_, default=1) - 1 -> max(x_, default=1) - 2
+        test_the_start_of_a_stop_string_is_held_back_until_it_is_none
+    log-probabilities of a tree are those of its first nodes
+        observers._see_round: of.nodes -> 0 * of.nodes + jnp.arange(of.nodes.shape[1])
+        test_log_probabilities_of_a_tree_are_those_of_the_accepted_path
     positions of a block begin with the window
         Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]
