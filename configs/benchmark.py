@@ -57,7 +57,8 @@ def get_config() -> ConfigDict:
             "num_steps": head.loss.num_steps,  # K of training-time test
             "batch": head.batch,  # windows of a step of the head
             "length": language.length,  # tokens of a window
-            "optimizer": head.optimizer.to_dict(),  # see configs/train_head_default.py
+            # See configs/train_head_default.py; a step is of one batch.
+            "optimizer": {k: v for k, v in head.optimizer.items() if k != "accumulate"},
             "repeats": 5,
             "seed": 0,
         }
