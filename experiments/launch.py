@@ -97,12 +97,15 @@ def _pass_on(number: int, child: subprocess.Popen, printing: threading.Lock) -> 
 
 def _wait(children: Sequence[subprocess.Popen]) -> int:
     """Waits for all processes; returns the exit code of the first that failed."""
-    failed, end, codes = None, float("inf"), [None]
+    failed = None
+    end = float("inf")
+    codes = [None]
     while None in codes and time.monotonic() < end:
         codes = [child.poll() for child in children]
         bad = [i for i, code in enumerate(codes) if code]
         if bad and failed is None:
-            failed, end = bad[0], time.monotonic() + GRACE_S
+            failed = bad[0]
+            end = time.monotonic() + GRACE_S
             code = codes[failed]
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed ({code})"
             print(f"launch: process {failed} {how}; the others are stopped", file=sys.stderr)

@@ -69,13 +69,15 @@ def run(
             "expected costs above 0, and one token at least"
         )
     devices = make_sides(draft_mesh, target_mesh)
-    toy, timeline = toy_model(VOCAB_SIZE), []
+    toy = toy_model(VOCAB_SIZE)
+    timeline = []
     system = decoding.System(
         slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), GREEDY, k
     )
     overlapped = _ticks_ms(Overlap(devices, timeline), system, num_tokens)
     usual = _ticks_ms(decoding, system, num_tokens)
-    both, longer = k * draft_ms + verify_ms, max(k * draft_ms, verify_ms)
+    both = k * draft_ms + verify_ms
+    longer = max(k * draft_ms, verify_ms)
     record = {
         "k": k,
         "draft_ms": k * draft_ms,
@@ -127,7 +129,8 @@ def make_sides(draft_mesh: str, target_mesh: str) -> Devices:
     Raises:
       ConfigError: There is no such mesh, or jax sees too few devices.
     """
-    devices, (target, draft) = jax.devices(), map(num_devices, (target_mesh, draft_mesh))
+    devices = jax.devices()
+    target, draft = map(num_devices, (target_mesh, draft_mesh))
     if len(devices) < target + draft:
         raise ConfigError(
             f"the two sides have {target} and {draft} devices; jax sees {len(devices)}: XLA_FLAGS "
@@ -162,7 +165,8 @@ def beside(spans: Sequence[Span]) -> np.ndarray:
             by_tick.setdefault(span.tick, {})[span.what] = span
     parts = []
     for pair in by_tick.values():
-        a, b = pair["draft"], pair["verify"]
+        a = pair["draft"]
+        b = pair["verify"]
         shared = min(a.end_s, b.end_s) - max(a.begin_s, b.begin_s)
         parts.append(max(shared, 0.0) / min(a.end_s - a.begin_s, b.end_s - b.begin_s))
     return np.asarray(parts)

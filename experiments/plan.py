@@ -87,7 +87,8 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
 
 def check_devices(topology: Topology, mesh: str) -> None:
     """Raises ConfigError unless a mesh has as many devices as a topology."""
-    has, asked = topology.num_devices, Setting(mesh=mesh).num_devices
+    has = topology.num_devices
+    asked = Setting(mesh=mesh).num_devices
     if has != asked:
         raise ConfigError(
             f"mesh {mesh} has {asked} devices; {topology.name} has {has}: expected sizes "

@@ -63,7 +63,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, regenerate_zoo.get_config())
     config = config.copy_and_resolve_references()
-    longest, sizes = config.max_prompt_tokens, ("k", "batch", "max_prompt_tokens", "max_new_tokens")
+    longest = config.max_prompt_tokens
+    sizes = ("k", "batch", "max_prompt_tokens", "max_new_tokens")
     cli.require_each(
         config,
         *((config[name] >= 1, name, "1 or more") for name in (*sizes, "min_prompt_tokens")),
@@ -102,7 +103,8 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     load = functools.partial(load_model, dtype=config.dtype, mesh=where.mesh, **layers)
     variables = cli.json_object(config, "chat_template_kwargs")
     target = load(config.target).with_chat_template_kwargs(variables)
-    draft, speculative = None, None
+    draft = None
+    speculative = None
     if config.draft:
         has_model = config.draft not in copying_methods()
         method = "standalone" if has_model else config.draft
@@ -131,7 +133,9 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pa
       index belongs to the same prompt for any number of prompts. When a conversation is reached
       that the chat template refuses, a sentence is added.
     """
-    path, encoder, notes = pathlib.Path(config.prompts), PromptEncoder(decoder.target), []
+    path = pathlib.Path(config.prompts)
+    encoder = PromptEncoder(decoder.target)
+    notes = []
     if not config.prompts:
         count = config.num_prompts
         return count, itertools.islice(_pieces(config, decoder), count), notes
@@ -146,7 +150,8 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pa
         total = sum(every)
     else:
         rows = read(config.prompts, malformed)
-        total, pairs = len(rows), enumerate(map(encoder, rows))
+        total = len(rows)
+        pairs = enumerate(map(encoder, rows))
     notes += [f"left out: {said}" for said in malformed]
     if not total:
         raise ConfigError(f"{path} has no prompt ({'; '.join(notes) or 'it is empty'})")
@@ -215,7 +220,8 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     for note in notes:
         print(note, flush=True)
     folder = cli.make_workdir("regenerate", workdir)
-    resolved, saved = json.loads(config.to_json()), folder / "config.json"
+    resolved = json.loads(config.to_json())
+    saved = folder / "config.json"
     sums = cli.inputs_of(resolved, _BY_IDS)
     with contextlib.ExitStack() as stack:
         responses = stack.enter_context(Responses(folder / "responses.jsonl"))
@@ -227,7 +233,10 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         head = report.begin("regenerate", folder, resolved)
         report.write_json(folder / cli.INPUTS, sums)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
-        num_before, begin_s, stats, num_left_out = len(responses), time.monotonic(), Stats(), 0
+        num_before = len(responses)
+        begin_s = time.monotonic()
+        stats = Stats()
+        num_left_out = 0
         waiting: dict[int, list[int]] = {}
         bar = stack.enter_context(
             Progress(total, "prompts", num_done=num_before, every_s=config.log_every_s)

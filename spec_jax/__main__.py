@@ -157,7 +157,8 @@ def generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     spec_jax.enable_compilation_cache()
     target = spec_jax.load_model(args.target, args.dtype, mesh=args.mesh)
-    draft, config = None, None
+    draft = None
+    config = None
     if args.drafter:
         if args.draft:
             raise ConfigError("--draft and --drafter are both given; expected one")
@@ -184,7 +185,8 @@ def generate(args: argparse.Namespace) -> int:
         for piece in stream:
             print(piece, end="", flush=True)
     print(flush=True)
-    stats, row = decoder.stats, stream.result
+    stats = decoder.stats
+    row = stream.result
     if row.logprobs is not None:
         pieces = row.trace.pieces(row.tokens)
         print(f"{'raw':>9} {'processed':>9}  token (log-probabilities in nats)", file=sys.stderr)

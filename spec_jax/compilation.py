@@ -140,7 +140,8 @@ class NamedProgram:
     """
 
     def __init__(self, what: str, *key: Hashable):
-        self.what, self.key = what, (what, *key)
+        self.what = what
+        self.key = (what, *key)
         self._notice: Notice | None = None
 
     def begin_compiling(self) -> None:
@@ -237,7 +238,8 @@ class BoundedJit:
 
     def __init__(self, function: Callable, static_argnames: tuple[str, ...], options: dict):
         functools.update_wrapper(self, function)
-        self._static_argnames, self._options = static_argnames, options
+        self._static_argnames = static_argnames
+        self._options = options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _listen()

@@ -503,7 +503,8 @@ class Round(NamedTuple):
     @property
     def nodes(self) -> jax.Array:
         """i32[B,P], the node whose scores each token of the verdict was taken from."""
-        path, P = self.verdict.path, self.verdict.tokens.shape[1]
+        path = self.verdict.path
+        P = self.verdict.tokens.shape[1]
         return jnp.broadcast_to(jnp.arange(P), self.verdict.tokens.shape) if path is None else path
 
     @property

@@ -99,7 +99,8 @@ def new_head(
     if target.config is None:
         raise ConfigError(f"target {target.name} has no config, so there is nothing to tap")
     kind, training = known[objective]
-    config, constants = training.new(target.config, **options), {}
+    config = training.new(target.config, **options)
+    constants = {}
     if size := options.get("draft_vocab_size", 0):
         if text is None:
             raise ConfigError(f"draft_vocab_size is {size}; text= says which tokens to keep")

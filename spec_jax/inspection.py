@@ -94,7 +94,9 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     files = [path for path in directory.iterdir() if path.is_file()]
     shapes, notes = _headers(directory)
     hf = read_json(directory / "config.json") if (directory / "config.json").exists() else {}
-    config, kind, refused = None, "weights" if shapes else "no checkpoint", None
+    config = None
+    kind = "weights" if shapes else "no checkpoint"
+    refused = None
     if hf and shapes:
         kind, config, refused = _kind(directory, len(shapes), notes)
     elif hf:
@@ -206,7 +208,8 @@ def _tokenizer(directory: pathlib.Path, notes: list[str]) -> Tokenizer | None:
 
 
 def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
-    ids, templates = tokenizer.num_ids, ", ".join(tokenizer.chat_templates)
+    ids = tokenizer.num_ids
+    templates = ", ".join(tokenizer.chat_templates)
     size = ids if config is None else config.vocab_size
     padding = f", {size - ids:,} of them padding" if size > ids else ""
     return {
@@ -229,7 +232,8 @@ def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
     }
     if config.tie_word_embeddings:
         asked.discard("lm_head.weight")
-    missing, others = sorted(asked - names), sorted(names - asked)
+    missing = sorted(asked - names)
+    others = sorted(names - asked)
     some = lambda names: ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     notes = []
     if missing:

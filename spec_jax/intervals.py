@@ -61,7 +61,8 @@ def jackknife(figures: Callable[..., np.ndarray], *parts: np.ndarray) -> list[In
     Returns:
       N intervals, in the order of ``figures``.
     """
-    sums, n = [part.sum(axis=0) for part in parts], len(parts[0])
+    sums = [part.sum(axis=0) for part in parts]
+    n = len(parts[0])
     with np.errstate(invalid="ignore", divide="ignore"):
         values = figures(*sums)
         if n == 1:  # nothing can be left out
@@ -90,7 +91,7 @@ def paired_speedup(
     parts = [np.asarray(x, float) for x in (plain_s, own_tokens, own_s, plain_tokens)]
     if any(part.sum() <= 0 for part in parts):
         return Interval(math.nan, math.nan, math.nan)
-    (found,) = jackknife(
+    found, = jackknife(
         lambda plain_s, tokens, own_s, plain_tokens: np.stack(
             [plain_s * tokens / (own_s * plain_tokens)], axis=-1
         ),

@@ -358,7 +358,8 @@ def _with_stated_padding(
     hf = read_json(file) if file.exists() else {}  # a kind of yours may have none
     inner = hf.get("transformer_layer_config") or hf
     size = inner.get("vocab_size") if isinstance(inner, Mapping) else None
-    V, num_tokens = target.config.vocab_size, target.model.last_id + 1
+    V = target.config.vocab_size
+    num_tokens = target.model.last_id + 1
     is_other = isinstance(size, int) and size != V and target.tokenizer is not None
     if not is_other or not num_tokens <= size < num_tokens + _MAX_PADDING:
         return target, ()

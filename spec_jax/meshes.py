@@ -52,7 +52,8 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[Any] | None = No
     sizes = parse_mesh(sizes)
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(sizes.values())
-    count, said = math.prod(shape), ",".join(f"{n}:{s}" for n, s in sizes.items())
+    count = math.prod(shape)
+    said = ",".join(f"{n}:{s}" for n, s in sizes.items())
     if count > len(devices):
         platform = devices[0].platform
         flag = f"--xla_force_host_platform_device_count={count}"
@@ -125,7 +126,9 @@ def with_copies(mesh: Mesh | AbstractMesh, axis: str, count: int) -> Mesh | Abst
     sizes: dict[str, int] = {}
     for name, size in mesh.shape.items():
         sizes |= {name: size // count, _COPIES: count} if name == axis else {name: size}
-    names, shape, kinds = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+    names = tuple(sizes)
+    shape = tuple(sizes.values())
+    kinds = (AxisType.Auto,) * len(sizes)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(shape, names, axis_types=kinds)
     return Mesh(mesh.devices.reshape(shape), names, axis_types=kinds)

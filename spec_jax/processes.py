@@ -216,7 +216,9 @@ class _Watch:
 
     def __init__(self):
         self.is_over = threading.Event()
-        self._id, self._count, self._host = index(), count(), socket.gethostname()
+        self._id = index()
+        self._count = count()
+        self._host = socket.gethostname()
         self._seen: dict[str, tuple[str, float]] = {}
         self._silent: set[str] = set()
         self._lock = threading.Lock()  # held by the thread that ends the process

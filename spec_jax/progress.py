@@ -62,7 +62,8 @@ class CellText:
         shown = "\n".join(line.rsplit("\r", 1)[-1] for line in self._text.split("\n"))
         if shown == self._shown:
             return
-        self._shown, found = shown, {"text/plain": shown}
+        self._shown = shown
+        found = {"text/plain": shown}
         if self._handle is None:
             from IPython.display import display
 
@@ -100,9 +101,12 @@ class Progress:
         self._bar = _Bar(
             total=total, initial=num_done, desc=what, leave=False, delay=delay_s, **look
         )
-        self._total, self._what = total, what
-        self._every_s, self._said_s = every_s, time.monotonic()
-        self._since, self._is_first = (time.monotonic(), num_done), True
+        self._total = total
+        self._what = what
+        self._every_s = every_s
+        self._said_s = time.monotonic()
+        self._since = (time.monotonic(), num_done)
+        self._is_first = True
         self.num_done = num_done
         if self.is_bar:
             self._bars.append(self)
@@ -127,7 +131,9 @@ class Progress:
         Args:
           num_done: The number of steps done.
         """
-        self._since, self._is_first, self.num_done = (time.monotonic(), num_done), False, num_done
+        self._since = (time.monotonic(), num_done)
+        self._is_first = False
+        self.num_done = num_done
         bar = self._bar
         if self.is_bar:
             bar.n = bar.initial = bar.last_print_n = num_done
@@ -154,12 +160,14 @@ class Progress:
         Args:
           num_done: The number of steps done.
         """
-        now_s, (begin_s, before) = time.monotonic(), self._since
+        now_s = time.monotonic()
+        begin_s, before = self._since
         if num_done <= before:
             return ""
         left_s = (now_s - begin_s) / (num_done - before) * (self._total - num_done)
         if self._is_first:
-            self._since, self._is_first = (now_s, num_done), False
+            self._since = (now_s, num_done)
+            self._is_first = False
         return f" (about {duration(left_s)} left)" if left_s >= 5 else ""
 
     def close(self) -> None:
@@ -195,9 +203,12 @@ class Notice:
     """
 
     def __init__(self, what: str, after_s: float = 2.0):
-        self._what, self._begin_s = what, time.monotonic()
+        self._what = what
+        self._begin_s = time.monotonic()
         self._stream = _stream()
-        self._lock, self._is_open, self._is_said = threading.Lock(), True, False
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._is_said = False
         self._bar: Progress | None = None
         self._timer = threading.Timer(after_s, self._say)
         self._timer.daemon = True

@@ -124,7 +124,9 @@ def accept(
       SpeculativeError: wrong shapes, rows that are no distributions, another vocabulary.
     """
     _check(proposal, scores)
-    p, q, n = np.exp(scores.logprobs), np.exp(proposal.logprobs), len(proposal.tokens)
+    p = np.exp(scores.logprobs)
+    q = np.exp(proposal.logprobs)
+    n = len(proposal.tokens)
     for i, token in enumerate(proposal.tokens):
         if not uniforms[i] < acceptance_probability(p[i], q[i], token):
             return i, draw(adjusted_distribution(p[i], q[i]), uniforms[n])
@@ -165,7 +167,8 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, config: Config = Config()):
-        self.config, self.metrics = config, SpeculativeMetrics()
+        self.config = config
+        self.metrics = SpeculativeMetrics()
         self.generator = generator(config.seed, "accept")
 
     def generate(
@@ -177,7 +180,9 @@ class SpeculativeDecoder:
           SpeculativeError: an empty prompt, an invalid proposal or scores, or an output after which
             the target allows no token.
         """
-        tokens, start, stops = tuple(prompt), len(prompt), set(self.config.stop_tokens)
+        tokens = tuple(prompt)
+        start = len(prompt)
+        stops = set(self.config.stop_tokens)
         if not tokens:
             raise SpeculativeError(ErrorKind.PROMPT, "the prompt is empty")
         limit = start + self.config.max_new_tokens
@@ -204,7 +209,8 @@ class SpeculativeDecoder:
         if token is None and n > n_accept:
             text = tokens + emitted[:n_accept]
             raise SpeculativeError(ErrorKind.SCORES, f"the target allows no token after {text}")
-        n_draft, m = len(proposal.tokens), self.metrics
+        n_draft = len(proposal.tokens)
+        m = self.metrics
         if n_draft > self.config.k:
             raise SpeculativeError(
                 ErrorKind.PROPOSAL, f"{n_draft} drafts; expected at most {self.config.k}"
@@ -276,7 +282,8 @@ def _check(proposal: DraftProposal, scores: TargetScores) -> None:
         is_none = (mass == 0) & (kind == ErrorKind.SCORES)  # no token is allowed
         if not np.allclose(mass[~is_none], 1.0, atol=1e-6):
             raise SpeculativeError(kind, f"the rows of probabilities sum to {mass}; expected 1")
-    V, own = scores.logprobs.shape[1], proposal.logprobs.shape[1]
+    V = scores.logprobs.shape[1]
+    own = proposal.logprobs.shape[1]
     if n and own != V:
         raise SpeculativeError(ErrorKind.VOCABULARY, f"the draft has {own} ids, the target {V}")
     for row, token in zip(proposal.logprobs, proposal.tokens):
@@ -297,7 +304,8 @@ class FunctionDraft:
     def propose(self, prefix: Sequence[int], k: int) -> DraftProposal:
         if self.max_length is not None and len(prefix) + k > self.max_length:
             k = 0
-        tokens, rows = (), []
+        tokens = ()
+        rows = []
         for _ in range(k):
             probs = self.distribution((*prefix, *tokens))
             if (token := draw(probs, self.generator.random())) is None:  # all are forbidden
@@ -362,7 +370,8 @@ class _Loaded:
         return np.exp(self.verify(tokens, ()).logprobs[0])
 
     def verify(self, prefix: Sequence[int], tokens: Sequence[int]) -> TargetScores:
-        everything, start = (*prefix, *tokens), self.prompt_length
+        everything = (*prefix, *tokens)
+        start = self.prompt_length
         limit = self.loaded.max_length
         if limit is not None and len(everything) > limit:
             raise SpeculativeError(

@@ -405,7 +405,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 def _one_by_one(x, *, k):
     index = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    is_taken, largest = jnp.zeros(x.shape, bool), []
+    is_taken = jnp.zeros(x.shape, bool)
+    largest = []
     for _ in range(k):
         best = jnp.where(is_taken, -jnp.inf, x).max(axis=-1, keepdims=True)
         is_best = ~is_taken & ((x == best) | (x != x))

@@ -289,7 +289,7 @@ def gather_rows(x: jax.Array) -> jax.Array:
     mesh = ambient()
     if mesh is None:
         return x
-    (rows,) = spec((EVERY_AXIS,), x.shape[:1], mesh)
+    rows, = spec((EVERY_AXIS,), x.shape[:1], mesh)
     matrix = jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None))
     return matrix.reshape(x.shape)
 
@@ -431,7 +431,8 @@ def by_shard(
 
 def _on_shards(function, args, out, in_axes, out_axes):
     """Runs ``by_shard``'s function, whose result has the shapes ``out``."""
-    mesh, is_axes = ambient(), lambda x: isinstance(x, PartitionSpec)
+    mesh = ambient()
+    is_axes = lambda x: isinstance(x, PartitionSpec)
     each = lambda axes, part: jax.tree.map(lambda x: spec(axes, x.shape, mesh), part)
     specs = lambda axes, tree: jax.tree.map(each, axes, tree, is_leaf=is_axes)
     return jax.shard_map(

@@ -47,7 +47,8 @@ class Tree:
         Raises:
           ConfigError: a count is smaller than 1.
         """
-        level, parents = [0], []
+        level = [0]
+        parents = []
         for count in counts:
             if count < 1:
                 raise ConfigError(f"the tree branches {tuple(counts)}; expected 1 or more each")

@@ -83,17 +83,23 @@ class GenerateTimer:
           max_rounds: The maximum rounds of each generation.
           unit: The unit of the times: a "token" (without prefill's) or a "round".
         """
-        self._system, self._params, self._states = system, params, states
-        self._max_rounds, self._is_round = max_rounds, unit == "round"
+        self._system = system
+        self._params = params
+        self._states = states
+        self._max_rounds = max_rounds
+        self._is_round = unit == "round"
         self()
 
     def __call__(self) -> float:
         seconds = cpu_seconds = num_rounds = 0
-        self.tokens, rows = [], []
+        self.tokens = []
+        rows = []
         for state in self._states:
             carry = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-            stop, max_rounds = jnp.zeros_like(carry.finish), jnp.int32(self._max_rounds)
-            begin, cpu_begin = time.perf_counter(), time.process_time()
+            stop = jnp.zeros_like(carry.finish)
+            max_rounds = jnp.int32(self._max_rounds)
+            begin = time.perf_counter()
+            cpu_begin = time.process_time()
             final, chunk = decoding.generate(
                 self._params, carry, stop, max_rounds, system=self._system
             )
@@ -125,7 +131,8 @@ def _plain(params, tokens, cache, total, limit, stop_tokens, *, model: Model, pa
     A pass feeds ``padding`` tokens, of which the first counts; the slots of the others are
     overwritten.
     """
-    rows, M = jnp.arange(tokens.shape[0]), tokens.shape[1]
+    rows = jnp.arange(tokens.shape[0])
+    M = tokens.shape[1]
 
     def step(carry):
         tokens, cache, last, total, is_done = carry
@@ -162,12 +169,15 @@ class PlainTimer:
     def __init__(
         self, model: Model, params, states: Sequence[DecodeState], *, dtype="float32", padding=1
     ):
-        self._model, self._params, self._padding = model, cast(params, dtype), padding
+        self._model = model
+        self._params = cast(params, dtype)
+        self._padding = padding
         self._states = [(s.tokens, cast(s.target, dtype), s) for s in states]
         self()
 
     def __call__(self) -> float:
-        seconds, count = 0.0, 0
+        seconds = 0.0
+        count = 0
         self.tokens = []
         for tokens, cache, s in self._states:
             total = s.prompt_length + 1

@@ -30,7 +30,8 @@ from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.show.tables import Section
 
-OURS, THEIRS = "spec_jax", "transformers"
+OURS = "spec_jax"
+THEIRS = "transformers"
 _NAMES = {"lookup": "prompt lookup", "assisted": "assisted generation"}
 _PEERS = {"plain": "plain", "ngram": "lookup", "standalone": "assisted", "head": "assisted"}
 _BARRED = ("standalone", "head")  # the methods that are held against assisted generation
@@ -114,7 +115,8 @@ class Measured(NamedTuple):
         """Returns how many rows of two cells have the same tokens; None without the other."""
         if other not in self.timers:
             return None
-        ours, others = self.timers[cell].tokens, self.timers[other].tokens
+        ours = self.timers[cell].tokens
+        others = self.timers[other].tokens
         return sum(a == b for a, b in zip(ours, others, strict=True))
 
     @property
@@ -181,9 +183,11 @@ def load_prompts(config: ConfigDict, target: LoadedModel) -> tuple[list[list[int
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares tokens a second, prefill included."""
-    target, draft = load_model(config.peers.target), load_model(config.peers.draft)
+    target = load_model(config.peers.target)
+    draft = load_model(config.peers.draft)
     prompts, notes = load_prompts(config.peers, target)
-    head, found = config.peers.head, {}
+    head = config.peers.head
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         is_path = bool(head) and pathlib.Path(head).exists()  # workers run in another directory
@@ -192,7 +196,8 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
             setup[name] = str(pathlib.Path(folder) / name)
             save_pretrained(setup[name], model.params, model.config)
         for dtype in cli.listed(config.peers.dtypes):
-            workers, without = {}, f"the comparison with {THEIRS}"
+            workers = {}
+            without = f"the comparison with {THEIRS}"
             with contextlib.ExitStack() as stack:
                 try:
                     for side, (command, environment) in commands(config).items():
@@ -226,7 +231,8 @@ def _measure_dtype(
     notes: list[str],
 ) -> Measured:
     """Returns what was measured; what one method refuses is left out, and a note says so."""
-    timers, label = {}, lambda cell: cell.label(config.peers.head)
+    timers = {}
+    label = lambda cell: cell.label(config.peers.head)
     for cell in cells(config.peers.ks, bool(config.peers.head)):
         try:
             timers[cell] = Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
@@ -296,7 +302,8 @@ def lines_of(found: Mapping[str, Measured], head: str, bar: float) -> list[Line]
                         note=f"tokens a second, prefill included; {same}",
                     )
                 )
-        ours, theirs = measured.best(OURS), measured.best(THEIRS)
+        ours = measured.best(OURS)
+        theirs = measured.best(THEIRS)
         lines.append(
             Line(
                 f"fastest of {OURS} / fastest of {THEIRS}, {dtype}",

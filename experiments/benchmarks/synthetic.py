@@ -95,16 +95,20 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Times plain decoding, speculative decoding, a round and the parts of the round."""
     bars, config = config.bars, config.llama110m
     target, draft = random_pair(config)
-    prompt, slots, K = random_prompt(target, config), config.slots, config.k
+    prompt = random_prompt(target, config)
+    slots = config.slots
+    K = config.k
     decoder = SpeculativeDecoder(target, draft, synthetic_chain(K, config.conditional_rate))
-    plain_decoder, system = SpeculativeDecoder(target), decoder.system()
+    plain_decoder = SpeculativeDecoder(target)
+    system = decoder.system()
     begin = lambda made, n: [start(made.system(), made.params(), [prompt], slots, n)]
     states = begin(plain_decoder, config.plain_tokens)
     makers = {name: functools.partial(plain_timer, target, states, name) for name in PLAIN}
     _, tried = measure_all("llama110m, plain loops", makers, config.repeats)
     fastest = lambda names: min(names, key=lambda name: float(np.median(tried[name])))
     fastest_in = {d: fastest([n for n, plain in PLAIN.items() if plain.dtype == d]) for d in DTYPES}
-    variant, states = fastest(PLAIN), begin(plain_decoder, config.new_tokens)
+    variant = fastest(PLAIN)
+    states = begin(plain_decoder, config.new_tokens)
     read = {d: _bytes_read(in_dtype(target, d).cpu_layout.prepare(1)) for d in DTYPES}
     passes = functools.partial(round_timer, target, draft, slots=slots, batch=1, iterations=ROUNDS)
     generate = lambda new_tokens, **options: GenerateTimer(
@@ -175,11 +179,13 @@ def round_lines(
     target, verify, passes, rest, plain = (
         times[name] for name in ("target", "verify", "passes", "rest", "plain")
     )
-    rates, drafting = stats.acceptance_by_position, passes - verify
+    rates = stats.acceptance_by_position
+    drafting = passes - verify
     measured = plain / times["speculative"]
     # Of a token of the fastest plain loop; the rest of a round, which is measured here, counts.
     predicted = predicted_speedup(rates, drafting / K / plain, (verify + rest) / plain)
-    accepted, of = ", ".join(f"{rate:.2f}" for rate in rates), f"K={K}"
+    accepted = ", ".join(f"{rate:.2f}" for rate in rates)
+    of = f"K={K}"
     return [
         Line(
             f"{of}: verify pass of {K + 1} tokens / pass of one", verify / target, bar=bars.verify

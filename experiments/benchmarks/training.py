@@ -57,7 +57,8 @@ def _optimizer(config):
 
 def lm_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     """Returns a language model's step: 6 FLOPs per parameter and token, and those of attention."""
-    optimizer, shape = _optimizer(config), target.config
+    optimizer = _optimizer(config)
+    shape = target.config
     objective = functools.partial(lm.lm_loss, config=shape)
     tokens = config.lm_batch * config.length
     batch = _tokens(config.seed, (config.lm_batch, config.length + 1), shape.vocab_size)
@@ -80,7 +81,9 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     backward of the head, forward of the target.
     """
     shape = EagleConfig.of_target(target.config, 3, config.draft_vocab_size)
-    optimizer, T, K = _optimizer(config), config.length, config.num_steps
+    optimizer = _optimizer(config)
+    T = config.length
+    K = config.num_steps
     params, constants = EAGLE3.split(init_head(shape, jax.random.key(0)))
     objective = EAGLE3.bind(shape, target.model, {"num_steps": K}, constants)
     tokens = _tokens(config.seed, (config.batch, T + 2), target.config.vocab_size)
@@ -90,10 +93,12 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
         functools.partial(train_step, objective=objective, optimizer=optimizer), donate_argnums=0
     )
     batch = Batch(tokens, mask, jax.random.key(0))
-    table, count = head_table(shape), config.batch * T
+    table = head_table(shape)
+    count = config.batch * T
     size = lambda name: int(np.prod(table[name].shape))
     matrices = sum(size(name) for name in table if len(table[name].shape) == 2)
-    layer, outer = shape.layer, target.config
+    layer = shape.layer
+    outer = target.config
     own_width = layer.num_attention_heads * layer.head_dim
     flops = 6 * count * (size("fc") + K * (matrices - size("fc")))
     flops += 3 * K * attention_flops(own_width, T, count)
@@ -126,7 +131,8 @@ def _matmuls(carry: Any, x, w, *, repeats: int):
 def matmul_timer(rows: int, d_in: int, d_out: int) -> Timer:
     """Returns a timer of the three products of a linear map in training, in milliseconds."""
     keys = jax.random.split(jax.random.key(0))
-    x, w = jax.random.normal(keys[0], (rows, d_in)), jax.random.normal(keys[1], (d_in, d_out))
+    x = jax.random.normal(keys[0], (rows, d_in))
+    w = jax.random.normal(keys[1], (d_in, d_out))
     run = lambda carry: _matmuls(carry, x, w, repeats=_MATMULS)
     return loop_timer(run, jnp.zeros(()), _MATMULS)
 
@@ -141,7 +147,8 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares the FLOP rate of a step with the rate of its largest products alone."""
     bars, config = config.bars, config.training
     target = random_model("target", config.target, config.seed)
-    shape, rows = target.config, config.batch * config.length
+    shape = target.config
+    rows = config.batch * config.length
     products = {
         "feed-forward": (rows, shape.hidden_size, shape.intermediate_size),
         "vocabulary": (rows, shape.hidden_size, config.draft_vocab_size or shape.vocab_size),

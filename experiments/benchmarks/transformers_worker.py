@@ -33,7 +33,8 @@ def load(setup: dict):
     read = lambda directory: transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, setup["dtype"])
     ).eval()
-    target, draft = read(setup["target"]), read(setup["draft"])
+    target = read(setup["target"])
+    draft = read(setup["draft"])
     own_defaults = draft.generation_config
     passes = 0
 

@@ -60,7 +60,8 @@ class Worker(contextlib.AbstractContextManager):
           WorkerError: It cannot be started, ended, or does not answer.
           RefusedError: It could not load what ``setup`` names.
         """
-        self.peak_bytes, self._errors = None, tempfile.TemporaryFile()
+        self.peak_bytes = None
+        self._errors = tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
                 command,

@@ -50,7 +50,10 @@ def pack(
     Returns:
       The groups, and the prompts of each batch.
     """
-    groups, layout, members, rows = [], [], [], []
+    groups = []
+    layout = []
+    members = []
+    rows = []
 
     def close() -> None:
         parts = [rows[i : i + batch] for i in range(0, len(rows), batch)]
@@ -61,7 +64,8 @@ def pack(
     for number, indices in enumerate(prompts):
         if rows and len(rows) + len(indices) > batch:
             close()
-            members, rows = [], []
+            members = []
+            rows = []
         members, rows = [*members, number], [*rows, *indices]
     close()
     if is_spread:
@@ -86,9 +90,11 @@ def turn_of(
       text: The text of the prompt.
       probs: Computes the target's probabilities; None to leave them out.
     """
-    bench, run = tally.bench, tally.runs[index]
+    bench = tally.bench
+    run = tally.runs[index]
     row: Generation = tally.rows[prompt]
-    trace, tokens = row.trace, [*row.tokens]
+    trace = row.trace
+    tokens = [*row.tokens]
     shown = trace.shown(tokens)
     temperature = tally.cell.temperature
     found = (None, None) if probs is None else probs(bench.prompts[prompt], tokens, temperature)
@@ -181,7 +187,8 @@ class Probabilities:
     """
 
     def __init__(self, bench: Bench):
-        self._target, self._new = bench.target, bench.max_new_tokens
+        self._target = bench.target
+        self._new = bench.max_new_tokens
         self._slots = bench.longest + bench.max_new_tokens
         self._known: dict[Any, tuple[list[float], list[list]]] = {}
 
@@ -217,7 +224,8 @@ class Probabilities:
                     new=self._new,
                 ),
             )
-        whole, alternatives = [*prompt, *tokens], []
+        whole = [*prompt, *tokens]
+        alternatives = []
         for i in range(len(tokens)):
             before = whole[max(0, len(prompt) + i - _CONTEXT) : len(prompt) + i]
             pairs = zip(ids[i].tolist(), best[i].tolist())

@@ -62,7 +62,8 @@ def _points(
     """
     look = look | {"linestyle": "", "capsize": 3}
     for name, (place, figure) in points.items():
-        value, (low, high) = figure.value, figure.bounds
+        value = figure.value
+        low, high = figure.bounds
         error = np.nan_to_num(np.maximum([[value - low], [high - value]], 0))
         bar = {"xerr": error} if is_across else {"yerr": error}
         at = ([value], [place]) if is_across else ([place], [value])
@@ -137,7 +138,8 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[CellResult]) -> None:
     """
 
     def draw(axis, results):
-        has_expected, series = False, _series(results)
+        has_expected = False
+        series = _series(results)
         for number, s in enumerate(series):
             last = s.results[-1]
             rates = [x.value for x in last.acceptance]
@@ -160,7 +162,8 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[CellResult]) -> None:
 
 def plot_batches(path: pathlib.Path, results: Sequence[CellResult]) -> None:
     """Draws the speed-up over the batch size, of each draft's fastest cell."""
-    sizes, best = sorted({r.batch for r in results}), {r.cell for r in best_cells(results)}
+    sizes = sorted({r.batch for r in results})
+    best = {r.cell for r in best_cells(results)}
     results = [r for r in results if r.cell in best]
 
     def draw(axis, results):
@@ -185,7 +188,8 @@ def plot_categories(path: pathlib.Path, results: Sequence[CellResult]) -> None:
         axis.axvline(1, color="0.45", linewidth=1)
         series = _series(results, is_by_cell=True)
         for number, s in enumerate(series):
-            beside, parts = _beside(number, len(series), 0.7), s.results[0].categories
+            beside = _beside(number, len(series), 0.7)
+            parts = s.results[0].categories
             points = {
                 f"{s.label}, {name}": (i + beside, parts[name].speedup)
                 for i, name in enumerate(names)

@@ -61,7 +61,9 @@ _MORE = {  # columns of the other tables
 
 def start(setup: Setup) -> dict[str, Any]:
     """Returns the part of a report that is known before anything is measured."""
-    config, target, asked = setup.config, setup.target, setup.questions.chosen
+    config = setup.config
+    target = setup.target
+    asked = setup.questions.chosen
     models = {"target": report.facts(target, config.dtype)}
     models |= {name: report.facts(draft, config.dtype) for name, draft in setup.loaded.items()}
     turns = sum(question.num_turns for question in asked)
@@ -143,7 +145,8 @@ def notes(
     num_cut: int,
 ) -> list[str]:
     """Returns what a reader must know beside the numbers, after ``rep["notes"]``."""
-    lines, dtype = [*rep["notes"], *report.load_note(rep["environment"])], setup.config.dtype
+    lines = [*rep["notes"], *report.load_note(rep["environment"])]
+    dtype = setup.config.dtype
     if narrow := [name for name in dtype.split(",") if name != "float32"]:
         lines.append(
             f"in {' and '.join(narrow)} some outputs diverge from plain decoding where the top two "
@@ -227,7 +230,8 @@ def sections(results: Sequence[CellResult]) -> list[Section]:
 
 
 def _acceptance(shown: Sequence[CellResult]) -> Section:
-    rows, widest = [], max((len(r.acceptance) for r in shown), default=0)
+    rows = []
+    widest = max((len(r.acceptance) for r in shown), default=0)
     for r in (r for r in shown if not r.cell.is_plain):
         accepted = [f"{x:.2f}" for x in r.acceptance]
         padding = [""] * (widest - len(accepted))
@@ -247,7 +251,8 @@ def _acceptance(shown: Sequence[CellResult]) -> Section:
 
 def _categories(group: Sequence[CellResult], temperature: float) -> list[Section]:
     """Returns speed-ups and tau by category, a column for each method."""
-    drafted, known = [r for r in group if not r.cell.is_plain], group[0].categories
+    drafted = [r for r in group if not r.cell.is_plain]
+    known = group[0].categories
     total = sum(part.questions for name, part in known.items() if part.group == name)
 
     def section(what: str, figure: Callable[[Any], Any]) -> Section:
@@ -267,7 +272,8 @@ def _categories(group: Sequence[CellResult], temperature: float) -> list[Section
 
 def curve(results: Sequence[CellResult]) -> Section:
     """Returns the speed-up of each cell by batch size, and where it pays."""
-    groups, rows = by_batch(results), []
+    groups = by_batch(results)
+    rows = []
     for first in (r for r in first_batch(results) if not r.cell.is_plain):
         same = [next((r for r in g if r.cell == first.cell), None) for g in groups.values()]
         values = [r and f"{r.speedup.value:.2f}x ({interval_text(r)})" or "–" for r in same]
@@ -288,7 +294,8 @@ def pays_at(results: Sequence[CellResult | None]) -> str:
 def _rounds(shown: Sequence[CellResult]) -> Section:
     rows = []
     for r in (r for r in shown if r.round_time is not None):
-        time, predicted = r.round_time, r.predicted_speedup
+        time = r.round_time
+        predicted = r.predicted_speedup
         ratio = None if not predicted or r.cell.is_plain else r.speedup.value / predicted
         mark = "" if time.is_draft_cost_significant else " ?"
         parts = (time.round_ms, time.verify_ms, time.draft_ms, time.rest_ms)
@@ -362,7 +369,8 @@ def audit_table(found: Sequence[Mapping[str, Any]], *, is_markdown: bool = False
 
 def _differences(results: Sequence[CellResult]) -> dict[str, list[str]]:
     """By heading, differences to the first draft, and teacher-forced beside real decoding."""
-    compared, forced = [], []
+    compared = []
+    forced = []
     for r in first_batch(results):
         name = f"{r.cell.name}, T={r.cell.temperature:g}"
         if r.difference:
@@ -381,7 +389,8 @@ def _differences(results: Sequence[CellResult]) -> dict[str, list[str]]:
 
 def conditions(rep: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns names and values of what a run was made of."""
-    models, prompts = rep.get("models") or {}, rep.get("prompts")
+    models = rep.get("models") or {}
+    prompts = rep.get("prompts")
     draft = lambda role, model: "draft" if role == model["name"] else f"draft {role}"
     facts = [
         ("target" if role == "target" else draft(role, model), report.describe_model(model))

@@ -67,7 +67,8 @@ def run(
         print(f"{evaluation.num_saved} answers are there; the run goes on", flush=True)
     stages = evaluation.run(show_live if setup.config.has_stream else None)
     rep["notes"] += evaluation.notes
-    results, costs = [], evaluation.costs
+    results = []
+    costs = evaluation.costs
     for stage in stages:
         results += _results(setup, stage, costs)
     profiles: dict[str, profile.RoundProfile] = {}
@@ -105,7 +106,8 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
     has_model = [cell for cell in cells if bench.drafts.get(cell.method) is not None]
     name = (has_model or cells)[-1].method
     same = [cell for cell in cells if cell.method == name]
-    cell, text = same[len(same) // 2], question.plain_text()
+    cell = same[len(same) // 2]
+    text = question.plain_text()
     if question.ids:
         text = bench.target.tokenizer.decode(question.ids)
     bench.run(cell, 0)  # compiles, which would tear the text apart
@@ -122,7 +124,8 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
 def _results(
     setup: Setup, stage: session.Stage, costs: Mapping[tuple[int, str | None], Costs]
 ) -> list[CellResult]:
-    config, batch = setup.config, stage.bench.batch
+    config = setup.config
+    batch = stage.bench.batch
     results = results_of(
         stage.tallies,
         stage.prompts,
@@ -134,7 +137,8 @@ def _results(
         return results
     forced = []
     for tally, result in zip(stage.tallies, results):
-        cell, (target, drafts) = tally.cell, stage.bench.models(tally.cell.dtype)
+        cell = tally.cell
+        target, drafts = stage.bench.models(tally.cell.dtype)
         draft = drafts.get(cell.method)
         is_head = teacher_forced.has_drafts(target, draft)
         if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":

@@ -31,7 +31,8 @@ from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_tur
 from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts, cut
 from spec_jax.progress import Progress
 
-ANSWERS, STATE = "answers.jsonl", "state.jsonl"
+ANSWERS = "answers.jsonl"
+STATE = "state.jsonl"
 _OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
 _FREE = ("has_audit", "has_teacher_forced")  # computed from answers, also from those of a file
 _MAX_EXAMINED = 4  # rows of a cell that diverge from plain decoding, since each compiles a pass
@@ -90,8 +91,10 @@ class Evaluation:
     """
 
     def __init__(self, setup: Setup, folder: pathlib.Path):
-        self.setup, self.notes = setup, []
-        self._answers, self._state = Journal(folder / ANSWERS), Journal(folder / STATE)
+        self.setup = setup
+        self.notes = []
+        self._answers = Journal(folder / ANSWERS)
+        self._state = Journal(folder / STATE)
         self._lines: list[Mapping[str, Any]] = []
         self._history: dict[tuple[float, int], str] = {}
         self.costs: dict[tuple[int, str | None], costs.Costs] = {}
@@ -197,7 +200,8 @@ class Evaluation:
 
     def _prompts(self, temperature: float) -> list[list[int]]:
         """Returns the ids of all prompts; plain decoding has answered the turns before each."""
-        asked, setup = self.setup.questions.chosen, self.setup
+        asked = self.setup.questions.chosen
+        setup = self.setup
         answers = {p: text for (t, p), text in self._history.items() if t == temperature}
         prompts: list[list[int]] = [[] for places in self._places for _ in places]
         last = max(question.num_turns for question in asked)
@@ -223,7 +227,8 @@ class Evaluation:
         batch = self.setup.config.batches[0]
         layout = [waiting[i : i + batch] for i in range(0, len(waiting), batch)]
         bench = self.setup.bench(prompts, batch, layout)
-        plain, found = self.setup.cells[temperature][0], {}
+        plain = self.setup.cells[temperature][0]
+        found = {}
         with Progress(len(layout), f"first turns, T={temperature:g}", every_s=2.0) as bar:
             for index, chosen in enumerate(layout):
                 rows = dict(zip(bench.chosen(index), bench.run(plain, index).rows))
@@ -322,7 +327,8 @@ class Evaluation:
         return True
 
     def _measure(self, stage: Stage, groups: Sequence[Group], bar: Progress) -> None:
-        repeats, first = self.setup.config.repeats, self.setup.config.batches[0]
+        repeats = self.setup.config.repeats
+        first = self.setup.config.batches[0]
         probs = Probabilities(stage.bench) if stage.bench.batch == first else None
         shown = self._shown()
         where = f"T={stage.cells[0].temperature:g}, {stage.bench.batch} at a time"
@@ -356,7 +362,8 @@ class Evaluation:
     def _line(
         self, stage: Stage, tally: Tally, group: Group, q: int, probs: Probabilities | None
     ) -> dict[str, Any]:
-        question, bench = self.setup.questions.chosen[q], stage.bench
+        question = self.setup.questions.chosen[q]
+        bench = stage.bench
         batch_of = {i: index for index in group.batches for i in bench.layout[index]}
         turns = [
             turn_of(tally, i, batch_of[i], text_of(bench.target, bench.prompts[i]), probs)

@@ -44,7 +44,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
         more = ", or --config.ks=() for the K of each draft" if name == "ks" else ""
         if tuple(config[name]) == ("",):
             raise ConfigError(f"--config.{name}= has no value; give numbers, such as 1,2{more}")
-    usual, dtypes = evaluate_zoo.get_config(), cli.listed(config.dtype)
+    usual = evaluate_zoo.get_config()
+    dtypes = cli.listed(config.dtype)
     zoo_drafts = usual.drafts, decode_default.get_config().drafts
     if config.target != usual.target and config.drafts in zoo_drafts:
         # The zoo's drafts are for the zoo's target; a directory may hold modules for its own.
@@ -54,7 +55,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
     are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
     are_of = lambda names, known: bool(names) and set(names) <= set(known)
     hint = lambda names: next((did_you_mean(n, RULES) for n in names if n not in RULES), "")
-    rules, longest = f"one or more of {', '.join(RULES)}", config.max_prompt_tokens
+    rules = f"one or more of {', '.join(RULES)}"
+    longest = config.max_prompt_tokens
     least = 0 if config.data not in (*_PIECES, _FUNCTIONS) else 1
     cli.require_each(
         config,

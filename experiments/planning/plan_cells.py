@@ -203,7 +203,8 @@ def with_prefill(topology: Topology, cell: dict, prefill: dict) -> dict:
       The cell with ``prefill``: rows that are fed, and of a device the program's temporaries, the
       total while it runs, and the shortfall, in bytes.
     """
-    decode, own = cell["compiled"]["needs"], prefill["compiled"]["needs"]
+    decode = cell["compiled"]["needs"]
+    own = prefill["compiled"]["needs"]
     total = own["total"]
     if not prefill["compiled"]["refusal"]:  # the batch and its draft lie there meanwhile
         total += decode["arguments"] - own["arguments"]

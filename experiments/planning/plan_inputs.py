@@ -63,7 +63,8 @@ class Acceptance(NamedTuple):
 def _measured(text: str) -> Acceptance:
     path, _, number = text.rpartition(":")
     if not (path and number.isdecimal()):
-        path, number = text, ""
+        path = text
+        number = ""
     if not pathlib.Path(path).is_file():
         raise ConfigError(
             f"acceptance is {text!r}: no rates with commas between them, and there is no file "
@@ -95,7 +96,9 @@ def _row(row: dict[str, Any]) -> Acceptance | None:
     """Returns the rates of a row of either report; None where no draft was verified."""
     if "accept" in row:
         values = [value for value, *_ in row["accept"]]
-        rates, tree, name = _known(values), "", row["draft"]
+        rates = _known(values)
+        tree = ""
+        name = row["draft"]
     elif row.get("accepted_at") and row.get("rounds"):
         # A round without a draft at a position, as of drafters that copy tokens, counts too.
         before = [row["rounds"], *row["accepted_at"]]

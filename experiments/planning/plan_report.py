@@ -125,7 +125,8 @@ def line(cell: dict) -> str:
 
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     gb = lambda x: f"{x / 1e9:.2f}"
-    compiled, analytic = cell["compiled"], cell["analytic"]
+    compiled = cell["compiled"]
+    analytic = cell["analytic"]
     fits = "yes" if _is_known(cell) else "perhaps"
     fits = fits if cell["fits"] else f"lacks {gb(cell['shortfall'])}"
     K = f"{cell['k']} ({cell['tree']})" if cell["tree"] else str(cell["k"])
@@ -164,7 +165,8 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
 
 def text(result: dict, is_markdown: bool = False) -> str:
     """Returns the table, the best K of every place, and what the figures are."""
-    cells, config = result["cells"], result["config"]
+    cells = result["cells"]
+    config = result["config"]
     rows = [_row(cell, cells) for cell in cells]
     is_training, is_prefill = (config["program"] == name for name in ("train", "prefill"))
     about = [
@@ -262,7 +264,7 @@ def plot(path: pathlib.Path, cells: Sequence[dict]) -> None:
             for k in sorted({c["k"] for c in here} - {0}):
                 points = [(c["batch"], speedup(c, cells), c["fits"]) for c in here if c["k"] == k]
                 points.sort()
-                (drawn,) = axis.plot([p[0] for p in points], [p[1] for p in points], label=f"K={k}")
+                drawn, = axis.plot([p[0] for p in points], [p[1] for p in points], label=f"K={k}")
                 for batch, value, fits in points:
                     fill = drawn.get_color() if fits else "none"
                     axis.plot(batch, value, "o", color=drawn.get_color(), markerfacecolor=fill)

@@ -104,7 +104,8 @@ def _errors_in_one_line():
     try:
         yield
     except (AttributeError, KeyError) as error:  # how ml_collections reports an unknown key
-        key, close = re.search(r"\w+", str(error)), re.search(r'Did you mean "(\w+)', str(error))
+        key = re.search(r"\w+", str(error))
+        close = re.search(r'Did you mean "(\w+)', str(error))
         hint = f" (did you mean {close[1]}?)" if close else ""
         sys.exit(_fail(f"the config has no key {key[0]!r}{hint}; --help lists its keys"))
     except (flags.Error, OSError, SyntaxError, TypeError, ValueError) as error:
@@ -119,7 +120,8 @@ def listed(text: str) -> list[str]:
 
 def check_keys(config: ConfigDict, default: ConfigDict) -> None:
     """Raises ConfigError unless a config file has exactly the keys of the default one."""
-    have, known = config_help.flat(config), config_help.flat(default)
+    have = config_help.flat(config)
+    known = config_help.flat(default)
     for key in have:
         if key not in known:
             hint = did_you_mean(key, known)

@@ -36,10 +36,13 @@ def comments(path: pathlib.Path) -> dict[str, str]:
     for name in _BASE.findall(source):
         if (path.parent / f"{name}.py").exists():
             base |= comments(path.parent / f"{name}.py")
-    found, beside, above = dict(base), {}, {}
+    found = dict(base)
+    beside = {}
+    above = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:"):
-            (row, column), text = token.start, token.string.removeprefix("#").strip()
+            row, column = token.start
+            text = token.string.removeprefix("#").strip()
             if token.line[:column].strip():
                 beside[row] = text
             else:  # of the line below, with the lines above
@@ -99,7 +102,8 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
     A key without a comment has that of the first key of the same name in another section, or in a
     config that the file imports.
     """
-    known, values = comments(path), flat(load(path))
+    known = comments(path)
+    values = flat(load(path))
     by_name: dict[str, str] = {}
     imported = ",".join(_IMPORTED.findall(path.read_text(encoding="utf-8"))).split(",")
     others = (path.parent / f"{name.strip()}.py" for name in imported if name)

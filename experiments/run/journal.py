@@ -29,7 +29,8 @@ class Journal(contextlib.AbstractContextManager):
     """
 
     def __init__(self, path: pathlib.Path):
-        self.path, self._file = path, None
+        self.path = path
+        self._file = None
 
     def read(
         self, take: Callable[[Mapping[str, Any]], None], expected: str, fault: str = ""
@@ -109,7 +110,8 @@ class Responses(Journal):
         expected = f"a JSON object with {', '.join(_KEYS)}, each index once"
         self.read(self._count, expected, " is not a response")
         known = processes.from_writer([list(self._prompts.items()), self.num_tokens])
-        self._prompts, self.num_tokens = dict(map(tuple, known[0])), known[1]
+        self._prompts = dict(map(tuple, known[0]))
+        self.num_tokens = known[1]
 
     def _count(self, row: Mapping) -> None:
         index, prompt, response, reason = (row[key] for key in _KEYS)

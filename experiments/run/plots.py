@@ -150,7 +150,8 @@ def spaced(values: Iterable[float], room: float) -> list[float]:
       values: Where points are; the axis reaches from the smallest to the largest.
       room: The number of digits that fit below the axis.
     """
-    found, numbers = [], sorted(set(values))
+    found = []
+    numbers = sorted(set(values))
     span = math.log2(numbers[-1] / numbers[0]) or 1.0
     for x in numbers:
         digits = len(f"{x:g}{found[-1]:g}") + 2 if found else 0  # and a space around each

@@ -132,10 +132,12 @@ def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
         "notes": list(getattr(model, "notes", ())),  # how an ambiguous checkpoint was read
     }
     if isinstance(model, LoadedModel):
-        config, layers = model.config, model.config.num_hidden_layers
+        config = model.config
+        layers = model.config.num_hidden_layers
         known["max_length"] = model.model.max_length
     else:
-        config, known["taps"] = layer_of(model.config), list(model.config.taps)
+        config = layer_of(model.config)
+        known["taps"] = list(model.config.taps)
         if config is None:  # a head without attention
             return known
         layers = len(model.kind.head.parts_of(model.config)) * config.num_hidden_layers

@@ -35,7 +35,8 @@ class Evaluations:
         self._journal.read(self._take, _FORM)
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        tokens, rounds = line["tokens"], line["rounds"]
+        tokens = line["tokens"]
+        rounds = line["rounds"]
         assert len(tokens) == len(rounds) > 0
         if line["setting"] == self._setting:
             self._lines[line["step"]] = line  # a step that was evaluated again is the same
@@ -94,7 +95,7 @@ class Evaluations:
                 f"{self._journal.path}: steps {step} and {other} have {len(own[0])} and "
                 f"{len(theirs[0])} prompts; expected the same prompts at every step"
             )
-        (difference,) = jackknife(
+        difference, = jackknife(
             lambda t, r, u, q: np.stack([t / r - u / q], axis=-1), *own, *theirs
         )
         return found | {
@@ -109,7 +110,7 @@ class Evaluations:
 
 
 def _tau(counts: Sequence[np.ndarray]) -> Interval:
-    (found,) = jackknife(lambda tokens, rounds: np.stack([tokens / rounds], axis=-1), *counts)
+    found, = jackknife(lambda tokens, rounds: np.stack([tokens / rounds], axis=-1), *counts)
     return found.within(1.0, math.inf)
 
 
@@ -120,7 +121,8 @@ def describe(choice: Mapping[str, Any]) -> str:
     tau = f"tau {choice['tau']:.2f}{span(*choice['interval'])} {on}"
     if "other" not in choice:
         return f"step {choice['step']}, the only one that was evaluated: {tau}"
-    difference, (low, high) = choice["difference"], choice["difference_interval"]
+    difference = choice["difference"]
+    low, high = choice["difference_interval"]
     is_ahead = difference >= 0
     what = "more than the next best" if is_ahead else "less than the best"
     sure = "" if low > 0 or high < 0 else ", not significant"

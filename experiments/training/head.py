@@ -91,7 +91,8 @@ class HeadSpec(NamedTuple):
           ConfigError: No format can.
         """
         kind = registry.kind_of(self.config)
-        asked, num_draft = config.export_format or None, config.eval.num_draft
+        asked = config.export_format or None
+        num_draft = config.eval.num_draft
         return kind.format.pick(self.config, target, asked, num_draft)
 
     def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
@@ -179,8 +180,11 @@ def make_head(
     found = [count_tokens(text, target.config.vocab_size) for text in texts]
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
     kind, training = registry.objectives()[config.objective]
-    objective, options = training.objective(), _options(config, target)
-    size, given, constants = options.pop("draft_vocab_size", 0), None, {}
+    objective = training.objective()
+    options = _options(config, target)
+    size = options.pop("draft_vocab_size", 0)
+    given = None
+    constants = {}
     if config.head.init_from:
         head = _load_given(config, target, options, size, placement)
         shape = head.config
@@ -235,7 +239,8 @@ def validate(config: ConfigDict) -> None:
     known = registry.objectives()
     check(config.objective in known, "objective", f"one of {', '.join(known)}")
     _, training = known[config.objective]
-    formats, is_mtp = training.formats, config.objective == "mtp"
+    formats = training.formats
+    is_mtp = config.objective == "mtp"
     is_known = config.export_format in ("", *formats)
     check(is_known, "export_format", f"one of {', '.join(formats)}, or ''")
     check(is_mtp or not config.export_with_target, "export_with_target", "False, unless for mtp")
@@ -261,7 +266,8 @@ class HeadExperiment(Experiment):
         self.config = config
         self.placement = Placement.of(config.mesh, config.is_fully_sharded)
         self.placement.check_batch("batch", config.batch)
-        mesh, axis_rules = self.placement.mesh, self.placement.axis_rules
+        mesh = self.placement.mesh
+        axis_rules = self.placement.axis_rules
         self.dtype = config.dtype or ("float32" if platform_of(mesh) == "cpu" else "bfloat16")
         self.target: LoadedModel = load_model(
             config.target,
@@ -344,7 +350,8 @@ class HeadExperiment(Experiment):
         make_drafter(drafts, self.target.model, head)  # refuses more drafts than there can be
         self.trained = self.texts
         self.windows = [(text, config.length) for text in (*self.texts, self.held_out)]
-        count, asked = len(self._prompts), options.num_prompts
+        count = len(self._prompts)
+        asked = options.num_prompts
         few = f" of {asked}: the held-out text has no more places" if count < asked else ""
         num_tokens = sum(len(text.tokens) for text in self.texts)
         self.summary = (
@@ -369,10 +376,12 @@ class HeadExperiment(Experiment):
         return self._batch(self._batches[step], step, has_view=not has_parts)
 
     def _batch(self, windows: Mapping[str, np.ndarray], step: int, has_view: bool = True) -> Batch:
-        place, tokens = self.placement.place, windows["tokens"]
+        place = self.placement.place
+        tokens = windows["tokens"]
         keys = row_keys(jax.random.fold_in(self._key, step), len(tokens))
         begins = windows["begins"] if self.config.data.has_document_masks else None
-        view, compute = None, lambda *windows: self._view(self.frozen, *place(windows))
+        view = None
+        compute = lambda *windows: self._view(self.frozen, *place(windows))
         if self._views is not None:
             view = self._views.view(compute, tokens, begins)
         elif has_view:
@@ -418,7 +427,8 @@ class HeadExperiment(Experiment):
         self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log
     ) -> Exported:
         """Exports the state with the highest tau, or the last one if the config says so."""
-        (step, tau), is_last = saved.best, self.config.export_from == "last"
+        step, tau = saved.best
+        is_last = self.config.export_from == "last"
         if not is_last:
             try:
                 state = saved.restore_best(state)
@@ -435,7 +445,8 @@ class HeadExperiment(Experiment):
         plots.plot_training(folder / "training.png", metrics)
         self.spec.export(folder / "export", state.params, self.target, self.config)
         if self.config.export_with_target:
-            source, head = find_directory(self.config.target), self.spec.loaded(state.params)
+            source = find_directory(self.config.target)
+            head = self.spec.loaded(state.params)
             replace_modules(folder / "model", head, source, self.target.config)
         choice = self.evaluations.choice(step)
         summary = f"tau {tau:.2f} at step {step}" if choice is None else describe(choice)

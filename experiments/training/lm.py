@@ -209,7 +209,8 @@ def continuations(
 def _continue(config: ConfigDict, teacher: LoadedModel, text: Corpus) -> np.ndarray:
     decoder = SpeculativeDecoder(teacher, mesh=mesh_of(teacher.params))
     end = np.asarray([tokens.separator_id(teacher.tokenizer)])
-    prompt, batch = config.own_prompt, config.own_batch
+    prompt = config.own_prompt
+    batch = config.own_batch
     begun = window_batches([text], [1.0], seed=config.seed + 1, batch=batch, length=prompt)
     parts = []
     with Progress(config.own_batches, "the teacher writes", every_s=10) as bar:
@@ -232,11 +233,14 @@ def batches(config: ConfigDict, text: Corpus, own: Corpus | None) -> Callable[[i
     ``long_share`` of the run has longer windows, only of the text.
     """
     draw = functools.partial(window_batches, seed=config.seed)
-    sources, shares = [text], [1.0]
+    sources = [text]
+    shares = [1.0]
     if own is not None:
-        sources, shares = [text, own], [1.0 - config.own_share, config.own_share]
+        sources = [text, own]
+        shares = [1.0 - config.own_share, config.own_share]
     usual = draw(sources, shares, batch=config.batch, length=config.length + 1)
-    first_long, longer = config.steps - round(config.steps * config.long_share), None
+    first_long = config.steps - round(config.steps * config.long_share)
+    longer = None
     if first_long < config.steps:
         longer = draw([text], [1.0], batch=config.long_batch, length=config.long_length + 1)
     return lambda step: (usual if step < first_long else longer)[step]["tokens"]
@@ -252,7 +256,8 @@ class LmExperiment(Experiment):
         self.placement.check_batch("batch", config.batch)
         if round(config.steps * config.long_share):
             self.placement.check_batch("long_batch", config.long_batch)
-        mesh, axis_rules = self.placement.mesh, self.placement.axis_rules
+        mesh = self.placement.mesh
+        axis_rules = self.placement.axis_rules
         self.config, self.teacher = config, load_teacher(config, self.placement)
         self.tokenizer, self.text, self.held_out = load_text(config, self.teacher, workdir / "data")
         texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
@@ -305,7 +310,8 @@ class LmExperiment(Experiment):
         """Returns means over held-out windows: all of them, or the first ``n_windows``."""
         length = self.config.eval_length + 1
         count = min(self.held_out.num_windows(length), n_windows or len(self.held_out.tokens))
-        found, size = [], self.config.eval_batch
+        found = []
+        size = self.config.eval_batch
         for i in range(0, count, size):
             rows = [self.held_out.window(j, length) for j in range(i, min(i + size, count))]
             part = self.placement.place(np.stack([row["tokens"] for row in rows]))
@@ -315,7 +321,9 @@ class LmExperiment(Experiment):
 
     def evaluate(self, state: TrainState) -> dict:
         """Returns held-out figures; of a draft also tau and acceptance by real decoding."""
-        config, teacher, mesh = self.config, self.teacher, self.placement.mesh
+        config = self.config
+        teacher = self.teacher
+        mesh = self.placement.mesh
         figures = self.held_out_figures(state, config.eval_windows)
         figures = {f"held_out_{name}": value for name, value in figures.items()}
         if teacher is None or not config.eval_prompts:

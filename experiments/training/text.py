@@ -132,9 +132,11 @@ def _load_packed(folder, split, tokenizer, about) -> packed.Packed | None:
 
 def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: dict) -> None:
     """Packs both splits. Of several processes the first one does, and all read its files."""
-    held_out, encoder = HeldOut.of(_records(data), data.held_out_share), Encoder(tokenizer)
+    held_out = HeldOut.of(_records(data), data.held_out_share)
+    encoder = Encoder(tokenizer)
     for split in SPLITS:
-        counts, refusals = collections.Counter(), []
+        counts = collections.Counter()
+        refusals = []
         documents = read_documents(
             about["paths"],
             encoder,
@@ -171,7 +173,11 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
       ConfigError: No such file, or a row without ``prompt_ids`` and ``response_ids``.
     """
     encoder = Encoder(tokenizer)
-    ids, mask, starts, number, counts = [], [], [0], 0, collections.Counter()
+    ids = []
+    mask = []
+    starts = [0]
+    number = 0
+    counts = collections.Counter()
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             number += 1
@@ -180,7 +186,8 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
                 counts["faults"] += 1
                 continue
             counts["documents"] += 1
-            prompt, response = row["prompt_ids"], row["response_ids"]
+            prompt = row["prompt_ids"]
+            response = row["response_ids"]
             is_response = [False] * len(prompt) + [True] * len(response)
             document = encoder.document([*prompt, *response], is_response, str(path))
             ids.append(document.ids)
@@ -320,7 +327,8 @@ def usage(corpus: Corpus, length: int) -> dict[str, Any]:
       corpus: The text.
       length: The tokens of a window.
     """
-    count, counts = corpus.num_windows(length), corpus.counts
+    count = corpus.num_windows(length)
+    counts = corpus.counts
     used = count * length
     mask = np.ones(used, bool) if corpus.mask is None else corpus.mask[:used]
     left_out = {name: counts[name] for name in _REASONS if counts.get(name)}

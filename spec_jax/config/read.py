@@ -116,7 +116,8 @@ def _without_aliases(values: Mapping[str, Any], below: Mapping[str, Any]) -> dic
     """Names a record in place of its switch; True keeps a record that is there."""
     values = dict(values)
     for alias in values.keys() & _ALIASES.keys():
-        switch, name = values.pop(alias), _ALIASES[alias]
+        switch = values.pop(alias)
+        name = _ALIASES[alias]
         records = (values.get(name), below.get(name)) if switch is True else ()
         values[name] = next((x for x in records if x not in (None, True, False)), switch)
     return values
@@ -124,7 +125,8 @@ def _without_aliases(values: Mapping[str, Any], below: Mapping[str, Any]) -> dic
 
 def _check_keys(cls, values: Mapping[str, Any], names: list[str]) -> None:
     """Raises ConfigError if a key is neither a field nor a flat name."""
-    records, flat = _records(cls), _flat_names(cls)
+    records = _records(cls)
+    flat = _flat_names(cls)
     unknown = sorted(map(str, values.keys() - {*names, *flat}))
     if not unknown:
         return
@@ -174,7 +176,8 @@ def reads_flat_names(cls):
         del positional["self"]
         for name in positional.keys() & kwargs:
             raise TypeError(f"{cls.__name__}() got multiple values for argument {name!r}")
-        given, values = {**positional, **kwargs}, None
+        given = {**positional, **kwargs}
+        values = None
         file = given.get("config_file")
         # ``dataclasses.replace`` names every field: nothing is left to read.
         if file is not None and not set(names) <= set(given):
@@ -194,7 +197,8 @@ def reads_flat_names(cls):
             raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
         return getattr(getattr(self, record), field.name, None)
 
-    cls.__init__, cls.__getattr__ = __init__, __getattr__
+    cls.__init__ = __init__
+    cls.__getattr__ = __getattr__
     return cls
 
 

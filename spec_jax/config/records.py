@@ -95,9 +95,11 @@ class TreeConfig(ConfigRecord):
                 f"of tree.children, tree.ranks and tree.depth, {what} are given; name one of them"
             )
         is_counts = lambda x: isinstance(x, tuple) and len(x) > 0 and all(map(is_integer, x))
-        value, expected = self.children, "the number of children of each depth, as (3, 2, 1)"
+        value = self.children
+        expected = "the number of children of each depth, as (3, 2, 1)"
         check(value is None or is_counts(value), "tree.children", value, expected)
-        value, expected = self.ranks, "the ranks on each node's path, as ((0,), (1,), (0, 0))"
+        value = self.ranks
+        expected = "the ranks on each node's path, as ((0,), (1,), (0, 0))"
         is_paths = value is None or (is_list(value) and value and all(map(is_counts, value)))
         check(is_paths, "tree.ranks", value, expected)
         for name in ("depth", "top_k"):
@@ -154,7 +156,8 @@ class SyntheticConfig(ConfigRecord):
         rates = self.acceptance_rates or ()
         is_falling = all(a >= b for a, b in zip(rates, rates[1:]))
         check(is_falling, "synthetic.acceptance_rates", rates, "a non-increasing sequence")
-        rate, length = self.acceptance_rate, self.mean_length
+        rate = self.acceptance_rate
+        length = self.mean_length
         is_fit = rate is None or is_probability(rate)
         check(is_fit, "synthetic.acceptance_rate", rate, "a rate in [0, 1]")
         is_fit = length is None or (is_finite(length) and length >= 1)

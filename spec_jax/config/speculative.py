@@ -97,7 +97,8 @@ class SpeculativeConfig:
     __repr__ = short_repr("speculative_method", "num_speculative_tokens")
 
     def __post_init__(self):
-        K, method = self.num_speculative_tokens, self.speculative_method
+        K = self.num_speculative_tokens
+        method = self.speculative_method
         strategy = self.rejection_sampling_strategy
         expected = "an integer of 1 or more (for plain decoding, give no draft and no config)"
         check(is_integer(K, 1), "num_speculative_tokens", K, expected)
@@ -132,13 +133,15 @@ class SpeculativeConfig:
 
     def _set_num_draft(self, num_draft: int, because: str) -> None:
         """Sets K from another field; a K that the caller gave must agree with it."""
-        K, default = self.num_speculative_tokens, type(self).num_speculative_tokens
+        K = self.num_speculative_tokens
+        default = type(self).num_speculative_tokens
         if K not in (default, num_draft):
             raise ConfigError(f"num_speculative_tokens is {K}; {because}: leave it out")
         object.__setattr__(self, "num_speculative_tokens", num_draft)
 
     def _check_confidence(self) -> None:
-        name, value = "confidence_threshold", self.confidence_threshold
+        name = "confidence_threshold"
+        value = self.confidence_threshold
         check(is_probability(value), name, value, "a probability, 0 for none")
         if value and (self.copies_tokens or self.tree is not None):
             what = "copies tokens" if self.copies_tokens else "drafts a tree"

@@ -102,7 +102,8 @@ def window_batches(
     """
     if not texts or len(texts) != len(shares):
         raise ConfigError(f"{len(texts)} texts have {len(shares)} shares; expected one each")
-    parts, weights = [], []
+    parts = []
+    weights = []
     for number, (text, share) in enumerate(zip(texts, shares)):
         if not 0 <= share < float("inf"):
             raise ConfigError(f"the share of {text.name} is {share}; expected 0 or more")

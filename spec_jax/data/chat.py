@@ -146,7 +146,10 @@ class ChatTemplate:
         used = set(text) | set(self.source(has_tools=tools is not None))
         begin, end, *_ = (chr(c) for c in _PRIVATE_USE if chr(c) not in used)
         marked = self._render(messages, tools, documents, False, (begin, end))
-        position, open_blocks, spans, pieces = 0, [], [], []
+        position = 0
+        open_blocks = []
+        spans = []
+        pieces = []
         for piece in re.split(f"([{begin}{end}])", marked):
             if piece == begin:
                 open_blocks.append(position)

@@ -62,7 +62,9 @@ def write_packed(
     directory.mkdir(parents=True, exist_ok=True)
     tokens_file, mask_file, info_file = paths = _paths(directory, name)
     partial = [path.with_name(path.name + ".partial") for path in paths]
-    starts, trained, num_ids = array.array("q", [0]), 0, tokenizer.num_ids
+    starts = array.array("q", [0])
+    trained = 0
+    num_ids = tokenizer.num_ids
     try:
         with _Growing(partial[0], np.int32) as tokens, _Growing(partial[1], np.bool_) as mask:
             for ids, is_trained, source in documents:
@@ -125,7 +127,8 @@ def load_packed(
         info = parse_json(info_file.read_text(encoding="utf-8"))
         starts = np.asarray(info.pop("starts"), np.int64)
         tokens, mask = (np.load(path, mmap_mode="r") for path in (tokens_file, mask_file))
-        found, version = info["tokenizer"], info["version"]
+        found = info["tokenizer"]
+        version = info["version"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{info_file} is not a packed corpus ({error}); {remedy}") from error
     if version != VERSION:
@@ -160,7 +163,9 @@ class _Growing:
     """A one-dimensional .npy file that is written piece by piece."""
 
     def __init__(self, path: pathlib.Path, dtype):
-        self.dtype, self.length, self.file = np.dtype(dtype), 0, path.open("wb")
+        self.dtype = np.dtype(dtype)
+        self.length = 0
+        self.file = path.open("wb")
         self._write_header()
 
     def _write_header(self) -> None:

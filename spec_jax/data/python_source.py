@@ -104,7 +104,8 @@ def documents(
     if split == "held_out":
         counts["documents"] += len(HELD_OUT)
         return [(f"{m}.py", _read_held_out(root, m)) for m in HELD_OUT]
-    found, seen = [], set()
+    found = []
+    seen = set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
         if _is_skipped(relative):
@@ -184,7 +185,7 @@ def train_pieces(seed: int, *, max_chars: int, tests_share: float = 1.0) -> Iter
     ends = list(itertools.accumulate(map(len, texts)))
     for index in itertools.count():
         draw = random.Random(f"{seed} {index}")
-        (text,) = draw.choices(texts, cum_weights=ends)
+        text, = draw.choices(texts, cum_weights=ends)
         begin = text.rfind("\n", 0, draw.randrange(len(text))) + 1
         yield text[begin : begin + max_chars]
 
@@ -242,7 +243,8 @@ def _read(path: pathlib.Path) -> str | None:
 
 
 def _is_skipped(relative: pathlib.PurePath) -> bool:
-    directories, name = relative.parts[:-1], relative.name
+    directories = relative.parts[:-1]
+    name = relative.name
     return any(
         d in _SKIPPED_DIRECTORIES or d.startswith("config-") for d in directories
     ) or name.startswith(_SKIPPED_PREFIXES)

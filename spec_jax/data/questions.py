@@ -136,7 +136,8 @@ def read(data: str, malformed: list[str] | None = None) -> list[Question]:
       ConfigError: The data cannot be read, or a row is not a question.
     """
     sources.check(data)
-    path, is_set = pathlib.Path(data), sources.is_name(data)
+    path = pathlib.Path(data)
+    is_set = sources.is_name(data)
     usual = data if is_set else path.name.partition(".")[0]
     if is_set:
         rows: Iterable[tuple[Any, str]] = sources.rows(data)
@@ -186,7 +187,8 @@ def read_record(row: Any, source: str) -> Conversation | Text:
     check_unicode(row, source)
     record = parse_record(row, source)
     fields = row if isinstance(row, dict) else {}
-    category, turns = fields.get("category") or "", fields.get("turns")
+    category = fields.get("category") or ""
+    turns = fields.get("turns")
     if not isinstance(category, str | int | float):
         raise ConfigError(f"{source}: category is {category!r:.60}; expected a text")
     if _is_of_turns(record, turns) and not all(isinstance(x, str) and x.strip() for x in turns):
@@ -274,7 +276,8 @@ def _asked(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _with_unique_names(questions: Sequence[Question]) -> list[Question]:
     """Numbers those that share a name, past the numbers that a file uses itself."""
-    taken, unique = {question.name for question in questions}, []
+    taken = {question.name for question in questions}
+    unique = []
     seen: set[str] = set()
     for question in questions:
         name = question.name

@@ -79,7 +79,8 @@ def rows(name: str) -> list[tuple[Any, str]]:
     Raises:
       ConfigError: It cannot be loaded here; the message says what to install or to fetch.
     """
-    source, tried = SOURCES[name], []
+    source = SOURCES[name]
+    tried = []
     if source.dataset:
         with _without_retries(source.dataset[0]) as silence:
             try:
@@ -112,7 +113,8 @@ def _without_retries(repo: str) -> Iterator[str]:
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
-    before, silence = constants.HF_HUB_OFFLINE, ""
+    before = constants.HF_HUB_OFFLINE
+    silence = ""
     if not before:
         try:
             url = hub.hf_hub_url(repo, "README.md", repo_type="dataset")

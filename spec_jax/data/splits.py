@@ -72,9 +72,13 @@ class HeldOut(NamedTuple):
         by_share = cls(share, note=f"{share:g} of the records are held out, by their contents")
         if share == 0:
             return cls(note="nothing is held out")
-        sizes, texts, total, held = {}, {}, 0, 0
+        sizes = {}
+        texts = {}
+        total = 0
+        held = 0
         for record in records:
-            size, at = _num_characters(record), rank(record)
+            size = _num_characters(record)
+            at = rank(record)
             if at in sizes or not is_document(record):
                 continue
             sizes[at], total, held = size, total + size, held + size * (at < share)
@@ -85,7 +89,8 @@ class HeldOut(NamedTuple):
         few = max(min(ENOUGH, total // 8), 1)
         if not sizes or few <= held < total:
             return by_share
-        whole, held = [], 0
+        whole = []
+        held = 0
         for at in sorted(sizes):
             if held < few and held + sizes[at] <= total // 4:
                 whole, held = [*whole, at], held + sizes[at]

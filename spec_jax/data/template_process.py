@@ -107,7 +107,8 @@ class TemplateProcess:
 
     def _exchange(self, line: bytes, seconds: float, *, has_timer: bool) -> dict[str, Any]:
         """Returns the answer to a line, or why there is none."""
-        process, is_late = self._process, threading.Event()
+        process = self._process
+        is_late = threading.Event()
         timer = threading.Timer(seconds, lambda: (is_late.set(), process.kill()))
         timer.daemon = True
         if has_timer:

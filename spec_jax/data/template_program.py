@@ -26,7 +26,8 @@ _WIDTHS = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([0-9]*)(?:\.([0-9]*))?")
 
 def main() -> None:
     """Answers requests until the input ends. The first line holds what they share."""
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may be inherited as ignored, or blocked
@@ -72,7 +73,8 @@ def answer_of(request: dict) -> dict:
         return {"has_generation": has_generation, "names": names}
     try:
         show = {"strftime_now": read_time(request["now"]).strftime}
-        pieces, length = [], 0
+        pieces = []
+        length = 0
         for piece in template.generate({**show, **request["variables"]}):
             pieces.append(piece)
             length += len(piece)
@@ -137,7 +139,8 @@ def _limit_time(seconds: float) -> None:
 
 def _check_size(operator: str, left, right) -> None:
     """Refuses products, powers and paddings that no text needs, before they are computed."""
-    size, limit = 0, _MAX_BITS
+    size = 0
+    limit = _MAX_BITS
     has_length = [hasattr(x, "__len__") for x in (left, right)]
     if operator == "%" and isinstance(left, str):
         widths = _WIDTHS.findall(left)
@@ -150,7 +153,8 @@ def _check_size(operator: str, left, right) -> None:
         size = left.bit_length() + right.bit_length()
     elif operator == "*" and has_length[0] != has_length[1]:
         sequence, count = (left, right) if has_length[0] else (right, left)
-        size, limit = len(sequence) * count if isinstance(count, int) else 0, MAX_LENGTH
+        size = len(sequence) * count if isinstance(count, int) else 0
+        limit = MAX_LENGTH
     if size > limit:
         raise OverflowError(f"{operator} makes a value of size {size:g}; expected at most {limit}")
 

@@ -282,7 +282,8 @@ def _check_arrays(
     wrong = []
     for name, text in expected.items():
         kind, *axes = text.split()
-        shape, value = tuple(sizes[axis] for axis in axes), getattr(record, name)
+        shape = tuple(sizes[axis] for axis in axes)
+        value = getattr(record, name)
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
         if not (
             is_array and tuple(value.shape) == shape and jnp.issubdtype(value.dtype, kinds[kind])

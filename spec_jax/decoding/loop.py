@@ -161,7 +161,8 @@ def passes_of(longest: int, width: int, system: System) -> Iterator[tuple[int, i
       width: T, the width of the prompts with padding.
       system: the target, and the tokens of a chunk.
     """
-    begin, chunk = 0, system.prefill_chunk
+    begin = 0
+    chunk = system.prefill_chunk
     while begin < longest:
         size = min(chunk, width - begin)
         if not system.target.can_rewind:
@@ -173,9 +174,11 @@ def passes_of(longest: int, width: int, system: System) -> Iterator[tuple[int, i
 
 def _feed_unpadded(params, tokens, length, system, slots):
     """Feeds prompts of one length without their padding; returns what ``feed_chunk`` does."""
-    (B, T), fed = tokens.shape, None
+    B, T = tokens.shape
+    fed = None
     for begin, size in passes_of(length, T, system):
-        part, n = tokens[:, begin : begin + size], np.full(B, size, np.int32)
+        part = tokens[:, begin : begin + size]
+        n = np.full(B, size, np.int32)
         options = dict(target=system.target, slots=slots, num_tokens=T)
         fed = feed_chunk(params, fed, part, n, np.int32(begin), **options)
     return fed
@@ -273,7 +276,8 @@ def init_state(
     tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
 ) -> tuple[DecodeState, jax.Array]:
     """Returns the state with each row's first token and without caches, and the tokens i32[B]."""
-    (B, T), V = tokens.shape, logits.shape[-1]
+    B, T = tokens.shape
+    V = logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]
     draft_sampler = draft_sampler.replace(seed=rng.draft_seeds(sampler.seed, draft_sampler.seed))
     sampler, draft_sampler = (x.start(tokens, lengths, V) for x in (sampler, draft_sampler))
@@ -349,7 +353,8 @@ def generate(
         # Without it the samplers' states would be split as the rows that are sampled are.
         samplers = constrain_state((state.sampler, state.draft_sampler))
         state = state.replace(sampler=samplers[0], draft_sampler=samplers[1])
-        active, after = num_active(state), decode_round(params, state, system)
+        active = num_active(state)
+        after = decode_round(params, state, system)
         owner = f"propose and commit of drafter {system.drafter.name!r}"
         check_state(owner, state.draft, after.draft)
         return rounds + 1, row_rounds + active, constrain_state(after)

@@ -35,7 +35,8 @@ def watch(
     """
     after = {}
     for observer in system.observers:
-        owner, own = f"observer {observer.name!r}", seen[observer.name]
+        owner = f"observer {observer.name!r}"
+        own = seen[observer.name]
         before = own if observer.is_by_row else own.value
         with blame(owner, seen=before), jax.named_scope(f"observe_{observer.name}"):
             new = look(observer, before)
@@ -86,7 +87,8 @@ def see_first(
       system: has the observers.
       slots: M.
     """
-    B, V = len(lengths), logits.shape[-1]
+    B = len(lengths)
+    V = logits.shape[-1]
     scores = TargetScores(logits, process(logits, state.sampler.start(tokens, lengths, V)))
     tokens = jnp.take_along_axis(state.tokens, lengths[:, None], axis=1)
     first = FirstToken(scores, tokens, lengths, state.total - lengths)

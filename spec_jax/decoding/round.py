@@ -119,7 +119,8 @@ def _within_length(proposal: Proposal, total: jax.Array, drafted_until: int | No
     """
     if drafted_until is None:
         return proposal
-    has_room, is_sound = total <= drafted_until, proposal.is_sound
+    has_room = total <= drafted_until
+    is_sound = proposal.is_sound
     return proposal.replace(
         n_draft=jnp.where(has_room, proposal.n_draft, 0),
         is_sound=None if is_sound is None else is_sound | ~has_room,
@@ -258,7 +259,8 @@ def commit(
     """
     with jax.named_scope("commit"):
         state, n_emit = emit(state, proposal, scores, verdict, system)
-        features, path = scores.features, verdict.path
+        features = scores.features
+        path = verdict.path
         if features is not None and path is not None:
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         return state.replace(

@@ -40,7 +40,8 @@ def validate_proposal(
       ConfigError: while tracing, the proposal lacks what the rule or an observer needs, or is a
         tree and the rule accepts only chains.
     """
-    drafter, rule = system.drafter, system.rule
+    drafter = system.drafter
+    rule = system.rule
     if proposal.parents is not None:
         if not rule.has_trees:
             raise ConfigError(
@@ -96,7 +97,9 @@ def _guard_probs(proposal: Proposal, is_greedy: jax.Array) -> tuple[jax.Array, j
     Returns:
       f32[B,K,V], and bool[B].
     """
-    q, tokens, offered = proposal.probs, proposal.tokens, proposal.is_offered
+    q = proposal.probs
+    tokens = proposal.tokens
+    offered = proposal.is_offered
     # One pass over q: a negative entry counts as 2, and NaN and infinity stay in the sum.
     mass = jnp.where(q < 0, 2.0, q).sum(axis=-1)
     is_wrong = ~(jnp.abs(mass - 1.0) <= _SUM_TOLERANCE)
@@ -132,8 +135,10 @@ def validate_verdict(
     proposal = proposal.reachable(scores.is_finite)  # what the rule saw
     depth = proposal.depth
     n_accept = jnp.clip(verdict.n_accept, 0, depth)
-    drafts, is_drafted = proposal.tokens, proposal.is_offered
-    path, has_root = verdict.path, True
+    drafts = proposal.tokens
+    is_drafted = proposal.is_offered
+    path = verdict.path
+    has_root = True
     if path is not None:
         has_root = path[:, 0] == 0
         node = jnp.clip(path[:, 1:], 1, drafts.shape[1])

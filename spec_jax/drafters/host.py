@@ -97,7 +97,8 @@ def host_drafter(
             return jax.pure_callback(call, result, tokens, lengths, seeds)
 
         # The root's node, 0: drafters that draw in the loop use those from 1 on.
-        sampler, root = context.sampler, jnp.int32(0)
+        sampler = context.sampler
+        root = jnp.int32(0)
         keys = rng.keys(sampler.seed, rng.Purpose.DRAFT, context.length, root, sampler.learned)
         seeds = jax.vmap(jax.random.bits)(keys)
         if num_updates is not None and (copies := copies_of_rows(len(context.length))) > 1:
@@ -115,7 +116,8 @@ def host_drafter(
         tokens, lengths, seeds = map(np.asarray, (tokens, lengths, seeds))
         out = {name: np.zeros(of.shape, of.dtype) for name, of in result.items()}
         for row, length in enumerate(lengths):
-            prefix, seed = tuple(tokens[row, : length + 1].tolist()), int(seeds[row])
+            prefix = tuple(tokens[row, : length + 1].tolist())
+            seed = int(seeds[row])
             try:
                 if num_updates is None:
                     ids, probs = draft_row(prefix, result["tokens"].shape[1], seed)
@@ -153,7 +155,8 @@ def host_drafter(
         ids = _checked_ids(answer[0], k)
         return ids, _checked_probs(answer[1], ids, vocab_size)
 
-    raised, remembering = _Raised(), threading.Lock()
+    raised = _Raised()
+    remembering = threading.Lock()
     drafter = model_free(name, propose, vocab_size)
     return drafter._replace(
         is_sampled=is_sampled, has_memory=num_updates is not None, find_error=raised.find

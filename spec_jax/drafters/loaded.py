@@ -83,7 +83,8 @@ class LoadedHead(Shown):
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedHead:
         """Returns the head with its weights on a mesh, see ``LoadedModel``."""
         mesh = to_mesh(mesh)
-        layer, table = registry.layer_of(self.config), self.kind.head.table(self.config)
+        layer = registry.layer_of(self.config)
+        table = self.kind.head.table(self.config)
         shardings = table_placement(self.name, layer, table, mesh, axis_rules)
 
         def put(sharding, params):
@@ -102,7 +103,8 @@ class LoadedHead(Shown):
         Args:
           vocab_size: V of the target.
         """
-        old, layer = self.config.target_vocab_size, registry.layer_of(self.config)
+        old = self.config.target_vocab_size
+        layer = registry.layer_of(self.config)
         changes = {"target_vocab_size": vocab_size}
         if layer is not None and layer.vocab_size == old:
             changes["layer"] = dataclasses.replace(layer, vocab_size=vocab_size)
@@ -121,7 +123,8 @@ class LoadedHead(Shown):
 
     def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
-        layer, table = registry.layer_of(self.config), self.kind.head.table(self.config)
+        layer = registry.layer_of(self.config)
+        table = self.kind.head.table(self.config)
         return kept_whole(self.name, table, mesh, axis_rules, head_counts(layer))
 
     @property
@@ -130,7 +133,8 @@ class LoadedHead(Shown):
         return sum(w.size for w in jax.tree.leaves(self.params))
 
     def _facts(self) -> dict[str, str]:
-        config, facts = self.config, {"": repr(self.name)}
+        config = self.config
+        facts = {"": repr(self.name)}
         with contextlib.suppress(ConfigError):  # its kind is not registered
             facts["method"] = self.method
         if (layer := registry.layer_of(config)) is not None:

@@ -291,7 +291,8 @@ def register(kind: DrafterKind) -> DrafterKind:
       ConfigError: the record lacks what a drafter is made of, or another kind has the same config
         class or an objective of the same name.
     """
-    drafting, head = kind.drafting, kind.head
+    drafting = kind.drafting
+    head = kind.head
     if drafting.draft not in _SOURCES:
         raise ConfigError(f"draft is {drafting.draft!r}; expected one of {', '.join(_SOURCES)}")
     if (head is not None) != (drafting.draft == "head"):

@@ -183,7 +183,8 @@ class History:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(0)
-        self._text, self._num_updates = state["text"], state["num_updates"]
+        self._text = state["text"]
+        self._num_updates = state["num_updates"]
 
     def add(self, output) -> None:
         """Appends the ids of a finished output."""

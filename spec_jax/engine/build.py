@@ -168,7 +168,8 @@ class Parts(Shown):
 
     def for_warmup(self) -> Parts:
         """Returns parts whose calls teach these nothing but the costs of each K."""
-        history, adaptive = copy.copy(self.history), copy.copy(self.adaptive)
+        history = copy.copy(self.history)
+        adaptive = copy.copy(self.adaptive)
         return dataclasses.replace(self, history=history, adaptive=adaptive)
 
     def _facts(self) -> dict[str, str]:
@@ -310,7 +311,8 @@ def _resolve_config(
     if isinstance(config, AsyncSpecConfig):
         if target_sampler is not None or draft_sampler is not None:
             raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
-        target_sampler, draft_sampler = config.target_sampler, config.draft_sampler
+        target_sampler = config.target_sampler
+        draft_sampler = config.draft_sampler
         force_n1, max_length = force_n1 or config.force_n1, config.max_tokens
         method = "standalone" if draft is None else draft.method
         has_drafts = not force_n1 or draft is not None or drafter is not None
@@ -384,7 +386,8 @@ def _check_chunk(chunk: int | None, target: LoadedModel) -> int:
 
 def _check(parts: Parts) -> None:
     """Checks that the drafter has the target's ids, and that K may vary where it does."""
-    target, drafter = parts.target, parts.drafter
+    target = parts.target
+    drafter = parts.drafter
     if drafter.vocab_size is not None and drafter.vocab_size != target.model.vocab_size:
         raise ConfigError(
             f"the vocabularies differ: target {target.name} has {target.model.vocab_size} ids, "
@@ -455,8 +458,10 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel | LoadedHead | Non
     """
     if draft is None or registry.find(draft.method).head is not None:
         return
-    ours, theirs = target.model, draft.model
-    differ, tokens = "the vocabularies differ: ", (ours.last_id + 1, theirs.last_id + 1)
+    ours = target.model
+    theirs = draft.model
+    differ = "the vocabularies differ: "
+    tokens = (ours.last_id + 1, theirs.last_id + 1)
     has_tokenizers = None not in (target.tokenizer, draft.tokenizer)
     if has_tokenizers and not target.tokenizer.has_same_vocab(draft.tokenizer):
         count, example = target.tokenizer.differing_tokens(draft.tokenizer)

@@ -19,7 +19,8 @@ class CancellationToken:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._times, self._is_cancelled = 0, False
+        self._times = 0
+        self._is_cancelled = False
         self.is_exposed = False  # the token has been handed out
 
     @property
@@ -74,7 +75,9 @@ class RowCancellation:
                 f"cancellation_token is {of_call!r}; expected a CancellationToken, or a list of "
                 f"{batch}, one a row"
             )
-        self.batch, self._of_decoder, self._has_own = batch, of_decoder, of_call is not None
+        self.batch = batch
+        self._of_decoder = of_decoder
+        self._has_own = of_call is not None
         self._whole = of_decoder.watch()
         self._own = [self._whole if token is None else token.watch() for token in tokens]
         self._is_watched: bool | None = None  # in process 0; None where there is only one

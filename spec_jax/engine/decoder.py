@@ -66,7 +66,8 @@ def start(
     ids, is_single = request.encode_all(target, prompts, options.messages, template_kwargs)
     samples = 1
     if options.num_samples is not None:
-        samples, is_single = check_integer("num_samples", options.num_samples, 1), False
+        samples = check_integer("num_samples", options.num_samples, 1)
+        is_single = False
         ids = [prompt for prompt in ids for _ in range(samples)]
     stops = request.stop_strings(target, options.stop)
     if has_pieces and target.tokenizer is None:
@@ -77,7 +78,8 @@ def start(
     drafts = parts.draft_sampler if options.draft_sampler is None else options.draft_sampler
     if options.rounds_per_sync is not None:
         check_integer("rounds_per_sync", options.rounds_per_sync, 1)
-    engine, B = parts.engine(samplers, (LOGPROBS,) if options.logprobs else ()), len(ids)
+    engine = parts.engine(samplers, (LOGPROBS,) if options.logprobs else ())
+    B = len(ids)
     V = engine.system.target.vocab_size
     limits = request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length)
     ends = target.stop_tokens if options.stop_tokens is None else options.stop_tokens
@@ -184,7 +186,8 @@ class SpeculativeDecoder(Shown):
         self.target_sampler = self._parts.target_sampler
         self.draft_sampler = self._parts.draft_sampler
         self.adaptive, self.mesh = self._parts.adaptive, self._parts.mesh
-        self._token, self._totals = CancellationToken(), stats.RunningStats()
+        self._token = CancellationToken()
+        self._totals = stats.RunningStats()
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
 
     @classmethod
@@ -212,7 +215,8 @@ class SpeculativeDecoder(Shown):
         """
         other = copy.copy(self)
         other._parts = dataclasses.replace(self._parts, **parts)
-        other._token, other._totals = CancellationToken(), stats.RunningStats()
+        other._token = CancellationToken()
+        other._totals = stats.RunningStats()
         other._worker = ThreadPoolExecutor(1, "spec_jax")
         return other
 
@@ -525,7 +529,8 @@ class SpeculativeDecoder(Shown):
         """
         refuse_options(unknown, self.warmup)
         lengths = [prompt_lengths] if np.ndim(prompt_lengths) == 0 else prompt_lengths
-        rows, totals = check_integer("batch", batch, 1), stats.RunningStats()
+        rows = check_integer("batch", batch, 1)
+        totals = stats.RunningStats()
         options = GenerateOptions(
             max_length=max_length,
             stop_tokens=stop_tokens,

@@ -51,9 +51,14 @@ class Engine:
         is_fallback: bool = False,
         mesh: Mesh | None = None,
     ):
-        self.system, self.is_fallback, self.mesh = system, is_fallback, mesh
-        self._target, self._draft, self._history = target, draft, history
-        self._adaptive, self._loop = adaptive, loop
+        self.system = system
+        self.is_fallback = is_fallback
+        self.mesh = mesh
+        self._target = target
+        self._draft = draft
+        self._history = history
+        self._adaptive = adaptive
+        self._loop = loop
         self._runner: AdaptiveRunner | None = None
 
     @property
@@ -93,7 +98,9 @@ class Engine:
         """
         *arrays, slots, samples = request
         tokens, lengths = (np.asarray(x)[::samples] for x in (request.tokens, request.lengths))
-        (B, T), chunk, fed = tokens.shape, self.system.prefill_chunk, None
+        B, T = tokens.shape
+        chunk = self.system.prefill_chunk
+        fed = None
         options = dict(target=self.system.target, slots=slots, num_tokens=T)
         longest = int(lengths.max())
         for begin, width in passes_of(longest, T, self.system):

@@ -94,7 +94,8 @@ class Trace:
         if self.tokenizer is None:
             return [f"{token} " for token in tokens]
         tracker = TextTracker(self.tokenizer, [self.prompt], has_pieces=True)
-        row, begin = np.asarray([[*self.prompt, *tokens]]), len(self.prompt)
+        row = np.asarray([[*self.prompt, *tokens]])
+        begin = len(self.prompt)
         pieces = []
         for n in range(1, len(tokens) + 1):
             end = Finish.LENGTH if n == len(tokens) else Finish.RUNNING
@@ -229,12 +230,15 @@ def collect(record: decoding.Record, tracker: TextTracker, row: int, system: Sys
       row: its number there.
       system: what decoded it.
     """
-    begin, tokens, kind = int(record.prompt_length), record.tokens, record.kind
+    begin = int(record.prompt_length)
+    tokens = record.tokens
+    kind = record.kind
     ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
     n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
     kept = slice(begin, begin + n)
     seen = dict(record.seen)
-    expected, logprobs = seen.pop("expected", None), seen.pop("logprobs", None)
+    expected = seen.pop("expected", None)
+    logprobs = seen.pop("logprobs", None)
     expected = None if expected is None else expected[kept]
     if logprobs is not None:
         logprobs = TokenLogprobs(
@@ -278,7 +282,8 @@ def describe_fault(
         return f"drafter {system.drafter.name!r} raised {type(raised).__name__}: {raised}"
     if processor is not None:
         return f"processor {processor!r} forbade every token of the target"
-    drafter, rule = f"drafter {system.drafter.name!r}", f"rule {system.rule.name!r}"
+    drafter = f"drafter {system.drafter.name!r}"
+    rule = f"rule {system.rule.name!r}"
     return {
         Finish.NAN_TARGET: "the target's logits were not finite",
         Finish.INVALID_DRAFT: (
@@ -341,7 +346,9 @@ def error_of(
     # What a function raised comes first: it says more than what the loop saw.
     error = None
     for key in sorted(groups, key=lambda key: causes[key] is None):
-        (finish, _, processor), raised, first = key, causes[key], groups[key][0]
+        finish, _, processor = key
+        raised = causes[key]
+        first = groups[key][0]
         text = f"{describe_fault(finish, system, raised, processor)}, in rows {groups[key]}"
         if finish not in _ERRORS:
             _log.warning("%s; those rows stopped there", text)
@@ -376,7 +383,8 @@ def find_forbidding(
     """
     if finish != Finish.NAN_TARGET:
         return None
-    V, last_id = system.target.vocab_size, system.target.last_id
+    V = system.target.vocab_size
+    last_id = system.target.last_id
     text = jnp.asarray([*prompt, *output], jnp.int32)[None]
     begin = len(prompt)
     state = make_sampler(sampler, 1, V).start(text[:, :begin], jnp.asarray([begin]), V)

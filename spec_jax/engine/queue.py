@@ -149,7 +149,8 @@ class DecodeQueue:
         check_samplers(sampler=sampler, draft_sampler=draft_sampler)
         samplers = decoder.target_sampler if sampler is None else sampler
         drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
-        self._decoder, self._chat_template_kwargs = decoder, chat_template_kwargs
+        self._decoder = decoder
+        self._chat_template_kwargs = chat_template_kwargs
         self._engine = decoder.engine(samplers, (decoding.LOGPROBS,) if logprobs else ())
         system = self._engine.system
         self._batch = check_integer("batch", batch, 1)
@@ -158,11 +159,12 @@ class DecodeQueue:
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
         self._prompts = _numbered(prompts)
         self._limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
-        (limit,) = decoder.output_limits([range(self._longest)], **self._limits)
+        limit, = decoder.output_limits([range(self._longest)], **self._limits)
         check_room(system, self._longest, limit)
         self._slots = slots_for(system, self._longest, limit)
         vocab_size = system.target.vocab_size
-        self._samplers, self._has_warned = samplers, False
+        self._samplers = samplers
+        self._has_warned = False
         self._sampler = _in_turn(samplers, vocab_size)
         is_own = bool(drafts)  # then its seed is folded into the request's, and does not count up
         drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
@@ -171,9 +173,11 @@ class DecodeQueue:
         self._trackers: dict[int, TextTracker] = {}  # of the rows that decode
         self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
         self._cancellation = decoder.row_cancellation(cancellation_token, 1)
-        self._is_empty, self._error = False, None
+        self._is_empty = False
+        self._error = None
         self._feeding: list[tuple[list[int], Iterator[decoding.DecodeState | None]]] = []
-        self._usage, self._tail = Usage(), Usage()
+        self._usage = Usage()
+        self._tail = Usage()
         self._results = self._run()
 
     @property
@@ -199,7 +203,9 @@ class DecodeQueue:
                 "begins anew after reset()"
             )
         rows = dict(enumerate(self._pull(self._batch)))
-        B, free, finished = len(rows), [], []
+        B = len(rows)
+        free = []
+        finished = []
         if rows:
             state = self._begin(list(rows.values()))
         while True:
@@ -239,14 +245,15 @@ class DecodeQueue:
 
     def _look(self, chunk: decoding.Chunk, rows: dict[int, _Request]) -> np.ndarray:
         """Returns each row's ``Finish``, also of rows that a stop string ends."""
-        finish, tokenizer = np.array(chunk.finish), self._decoder.target.tokenizer
+        finish = np.array(chunk.finish)
+        tokenizer = self._decoder.target.tokenizer
         for row in set(rows) - self._waiting:
             if row not in self._trackers:
                 self._trackers[row] = TextTracker(tokenizer, [rows[row][1]], self._stops)
             if self._stops:
                 part = slice(row, row + 1)
                 seen = (np.asarray(x)[part] for x in (chunk.tokens, chunk.total))
-                (ending,) = self._trackers[row].look(*seen, finish[part])
+                ending, = self._trackers[row].look(*seen, finish[part])
                 finish[row] = ending if finish[row] == Finish.RUNNING else finish[row]
         return finish
 
@@ -259,7 +266,8 @@ class DecodeQueue:
             except StopIteration:
                 self._is_empty = True
             except Exception as error:  # of the caller's iterator too: raised when rows are done
-                self._is_empty, self._error = True, error
+                self._is_empty = True
+                self._error = error
         return found
 
     def _encoded(self, prompts: Iterable[Prompt | Numbered]) -> tuple[list[_Request], int]:
@@ -290,7 +298,8 @@ class DecodeQueue:
         return index, ids
 
     def _request(self, requests: list[_Request]) -> Request:
-        indices, prompts = [index for index, _ in requests], [ids for _, ids in requests]
+        indices = [index for index, _ in requests]
+        prompts = [ids for _, ids in requests]
         return make_request(
             self._engine.system,
             prompts,
@@ -370,7 +379,8 @@ class DecodeQueue:
         A target that cannot rewind cannot discard padding, so its prompts have one length. Prompts
         that are fed later are grouped apart, so that no other prompt waits for them.
         """
-        can_pad, groups = self._engine.system.target.can_rewind, {}
+        can_pad = self._engine.system.target.can_rewind
+        groups = {}
         for row, (_, ids) in taken.items():
             key = (None if can_pad else len(ids), is_late(ids))
             groups.setdefault(key, []).append(row)
@@ -403,7 +413,8 @@ class DecodeQueue:
         (index, ids), record, tracker = finished
         generation = collect(jax.device_get(record), tracker, 0, self._engine.system)
         self._engine.remember(generation.tokens)
-        finish, system = Finish[generation.finish_reason.upper()], self._engine.system
+        finish = Finish[generation.finish_reason.upper()]
+        system = self._engine.system
         raised = find_raised(finish, system, (*ids, *generation.tokens))
         sampler = sampler_of(self._samplers, index)
         processor = find_forbidding(finish, system, sampler, ids, generation.tokens)

@@ -277,9 +277,11 @@ def output_limits(
             f"max_new_tokens is {max_new_tokens} (the output alone) and max_length {max_length} "
             "(prompt and output together); name one of them"
         )
-    name, limit = "max_length", max_length
+    name = "max_length"
+    limit = max_length
     if max_new_tokens is None and max_length is None:
-        name, limit = "max_tokens of the decoder's config", default
+        name = "max_tokens of the decoder's config"
+        limit = default
     if limit is None:
         limit = _MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return [check_integer("max_new_tokens", limit, 1)] * len(prompts)
@@ -384,7 +386,8 @@ def check_room(system: System, longest: int, max_new_tokens: int) -> None:
     Raises:
       PromptError: the target cannot.
     """
-    total, drafter = longest + max_new_tokens, system.drafter
+    total = longest + max_new_tokens
+    drafter = system.drafter
     if total > system.target.max_length:
         raise PromptError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones are {total}; the maximum "

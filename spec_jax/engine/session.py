@@ -27,7 +27,8 @@ from spec_jax.sampling import Samplers
 
 # Rounds of a step: with stop strings to find; and without streaming, so that a cancellation
 # token that is requested during the call is still seen.
-ROUNDS_TO_STOPS, ROUNDS_UNWATCHED = 8, 32
+ROUNDS_TO_STOPS = 8
+ROUNDS_UNWATCHED = 32
 _DELAY_S = 2.0  # before a bar appears unasked
 _EVERY_S = 5.0  # between two lines where there is no bar
 
@@ -60,9 +61,14 @@ class Session:
         samplers: Samplers,
         rounds_per_sync: int | None = None,
     ):
-        self._engine, self._request, self._tracker = engine, request, tracker
-        self._cancellation, self._totals, self._samplers = cancellation, totals, samplers
-        self._rounds_per_sync, self._lock = rounds_per_sync, threading.Lock()
+        self._engine = engine
+        self._request = request
+        self._tracker = tracker
+        self._cancellation = cancellation
+        self._totals = totals
+        self._samplers = samplers
+        self._rounds_per_sync = rounds_per_sync
+        self._lock = threading.Lock()
         self._state: decoding.DecodeState | None = None
         self._ending = np.full(cancellation.batch, Finish.RUNNING, np.int32)
         self._prefill_s = self._decode_s = self._compile_s = 0.0
@@ -91,13 +97,16 @@ class Session:
                         finish = self._look(self._chunk)
                     self._read(finish, timed)
             except Exception as error:
-                self._error, self._state, self.is_done = error, None, True
+                self._error = error
+                self._state = None
+                self.is_done = True
                 raise
             except BaseException:  # Ctrl-C: the next step or close finds what there is
                 arrays = [x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array)]
                 if any(x.is_deleted() for x in arrays):
                     self._error = Cancelled("the generation was interrupted within a round")
-                    self._state, self.is_done = None, True
+                    self._state = None
+                    self.is_done = True
                 raise
 
     @property
@@ -181,7 +190,8 @@ class Session:
         """Follows the text, and returns each row's ``Finish``."""
         finish = np.asarray(chunk.finish)
         if self._tracker.is_needed:
-            tokens, total = np.asarray(chunk.tokens), np.asarray(chunk.total)
+            tokens = np.asarray(chunk.tokens)
+            total = np.asarray(chunk.total)
             self._ending = self._tracker.look(tokens, total, finish)
         return finish
 

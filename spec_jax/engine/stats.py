@@ -295,7 +295,8 @@ def predicted_speedup(
       draft_cost: c, the cost of one drafted token.
       verify_cost: v, the cost of a pass over K + 1 tokens and the rest of the round.
     """
-    tokens, reach = 1.0, 1.0
+    tokens = 1.0
+    reach = 1.0
     for rate in conditional_acceptance:
         reach *= 0.0 if np.isnan(rate) else rate
         tokens += reach

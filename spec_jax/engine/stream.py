@@ -35,7 +35,9 @@ class Stream:
     """
 
     def __init__(self, session: Session, worker: Executor, *, is_single: bool):
-        self._session, self._worker, self._is_single = session, worker, is_single
+        self._session = session
+        self._worker = worker
+        self._is_single = is_single
         self._is_closed = self._is_interrupted = False
 
     @property

@@ -36,7 +36,8 @@ class _Special(NamedTuple):
 
 # New tokens after which the known text is extended, and known tokens that are decoded along with
 # new ones, since a token's text may depend on those before it.
-_STRETCH, _CONTEXT = 64, 64
+_STRETCH = 64
+_CONTEXT = 64
 
 
 class TextTracker:
@@ -62,8 +63,11 @@ class TextTracker:
         *,
         has_pieces: bool = False,
     ):
-        self._tokenizer, self._prompts, self._stops = tokenizer, prompts, stops
-        self.has_pieces, self._pieces = has_pieces, []
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._stops = stops
+        self.has_pieces = has_pieces
+        self._pieces = []
         self._sent = [0] * len(prompts)  # characters
         self._known = [_Known()] * len(prompts)
         texts = () if tokenizer is None else tokenizer.special_texts.values()
@@ -118,7 +122,8 @@ class TextTracker:
 
     def _text(self, row: int, ids: list[int], end: Finish) -> str:
         """The row's text up to where later tokens cannot change it."""
-        tokenizer, known = self._tokenizer, self._known[row]
+        tokenizer = self._tokenizer
+        known = self._known[row]
         if known.num_tokens > len(ids):
             known = _Known()
         context = [*self._prompts[row], *ids[: known.num_tokens]][-_CONTEXT:]
@@ -134,7 +139,8 @@ class TextTracker:
 
     def _scan(self, row: int, ids: list[int]) -> None:
         """Notes the special tokens of new ids."""
-        texts, begin = self._tokenizer.special_texts, self._num_scanned[row]
+        texts = self._tokenizer.special_texts
+        begin = self._num_scanned[row]
         for index, token in enumerate(ids[begin:], begin):
             if token in texts:
                 before = self._text(row, ids[:index], Finish.CANCELLED)  # whole characters
@@ -163,7 +169,9 @@ class TextTracker:
 
         if before_stop(len(ids)) is None:
             return
-        low, high = 1, len(ids)  # the fewest tokens whose settled text holds a stop string
+        # the fewest tokens whose settled text holds a stop string
+        low = 1
+        high = len(ids)
         while low < high:
             middle = (low + high) // 2
             has_stop = before_stop(middle) is not None

@@ -138,7 +138,8 @@ class Bench:
         target, drafts = self.models(cell.dtype)
         if cell.is_plain:
             return SpeculativeDecoder(target, target_sampler=sampler, **self.devices.options(None))
-        draft, config = drafts[cell.method], self._config(cell)
+        draft = drafts[cell.method]
+        config = self._config(cell)
         rule = self.rule if self.rule is not None and self.rule.name == cell.rule else None
         drafter = draft if isinstance(draft, Drafter) else None
         loaded = None if drafter else draft
@@ -162,7 +163,8 @@ class Bench:
         return [*kinds, ACCEPTANCE_BY_PLACE] if self.has_places else kinds
 
     def _config(self, cell: Cell) -> SpeculativeConfig:
-        draft, options = self.drafts[cell.method], {"num_speculative_tokens": cell.k}
+        draft = self.drafts[cell.method]
+        options = {"num_speculative_tokens": cell.k}
         if not isinstance(draft, Drafter):
             options = tree_options(cell.tree) if cell.tree else options
             options["speculative_method"] = cell.method if draft is None else draft.method
@@ -174,7 +176,8 @@ class Bench:
     def samplers(self, cell: Cell, index: int) -> tuple[list[SamplerConfig], list[SamplerConfig]]:
         """Returns the samplers of target and draft of each row of batch ``index``."""
         decoder = self.decoder(cell)
-        config, temperature = decoder.target_sampler, self.draft_temperature
+        config = decoder.target_sampler
+        temperature = self.draft_temperature
         seeds = [(self.sampler.seed + i) % 2**32 for i in self.chosen(index)]
         target = [dataclasses.replace(config, seed=seed) for seed in seeds]
         if temperature is None:
@@ -183,7 +186,8 @@ class Bench:
 
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""
-        decoder, (target, draft) = self.decoder(cell), self.samplers(cell, index)
+        decoder = self.decoder(cell)
+        target, draft = self.samplers(cell, index)
         decoder.reset_stats()
         rows = decoder.generate(
             [self.prompts[i] for i in self.chosen(index)],
@@ -227,7 +231,8 @@ def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[
     Raises:
       ConfigError: Plain decoding is impossible, or nothing else is possible.
     """
-    usable, refused = [], {}
+    usable = []
+    refused = {}
     for cell in cells:
         try:
             bench.decoder(cell)

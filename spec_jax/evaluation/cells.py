@@ -126,7 +126,8 @@ def make_cells(
       ConfigError: The custom rule can accept no draft.
     """
     nodes = {tree: tree_options(tree)["num_speculative_tokens"] for tree in trees}
-    cells, custom = [], custom_rule and custom_rule.name
+    cells = []
+    custom = custom_rule and custom_rule.name
     for temperature in temperatures:
         cells.append(Cell(PLAIN, 0, temperature))
         for name, draft in drafts.items():

@@ -109,7 +109,9 @@ class Tally:
           cell: The cell.
           max_examined: How many rows that diverge from plain decoding are examined; None: all.
         """
-        self.bench, self.cell, self.max_examined = bench, cell, max_examined
+        self.bench = bench
+        self.cell = cell
+        self.max_examined = max_examined
         self.runs: dict[int, Run] = {}
         self.times_s: dict[int, list[float]] = {}
         self._differences: dict[int, RowAudit] = {}
@@ -132,7 +134,8 @@ class Tally:
         """Times and tokens f64[N] of the units of an interval: batches, timed by the median of
         their turns, or the turns of a single batch.
         """
-        times, tokens = [*self.times_s.values()], [run.tokens for run in self.runs.values()]
+        times = [*self.times_s.values()]
+        tokens = [run.tokens for run in self.runs.values()]
         if len(times) == 1:
             return np.asarray(times[0]), np.full(len(times[0]), tokens[0])
         return np.asarray([np.median(x) for x in times]), np.asarray(tokens)
@@ -173,10 +176,12 @@ class Tally:
         """Examines a greedy row; with an audit its whole batch is decoded again."""
         from spec_jax.testing import audit, audit_outputs  # needs scipy.stats, slow to import
 
-        bench, rows = self.bench, (plain.rows, self.rows)
+        bench = self.bench
+        rows = (plain.rows, self.rows)
         if not bench.has_audit:
             pair = [rows_of[row].tokens for rows_of in rows]
-            prompt, (target, _) = bench.prompts[row], bench.models(self.cell.dtype)
+            prompt = bench.prompts[row]
+            target, _ = bench.models(self.cell.dtype)
             return {row: audit_outputs(target, prompt, *pair, sampler=bench.sampler, row=row)}
         chosen = next(c for c in map(bench.chosen, bench.batches) if row in c)
         outputs = tuple([rows_of[i].tokens for i in chosen] for rows_of in rows)
@@ -229,9 +234,12 @@ def results_of(
     """
     plains = {tally.cell.dtype: tally for tally in tallies if tally.cell.is_plain}
     fastest = min(plains.values(), key=lambda tally: tally.pairs[0].sum())
-    counts, results = {}, []
+    counts = {}
+    results = []
     for tally in tallies:
-        rows, cell, same = tally.rows, tally.cell, plains[tally.cell.dtype]
+        rows = tally.rows
+        cell = tally.cell
+        same = plains[tally.cell.dtype]
         plain = fastest if is_over_fastest else same
         of_questions = [[rows[i] for i in prompts] for prompts in questions]
         counts[cell] = count = Counts.of(of_questions)
@@ -240,7 +248,8 @@ def results_of(
             name: _category(tally, plain, count, questions, group, chosen)
             for name, (group, chosen) in (categories or {}).items()
         }
-        kinds, places = KindResult.of(of_questions), PlaceResult.of(of_questions)
+        kinds = KindResult.of(of_questions)
+        places = PlaceResult.of(of_questions)
         result = dataclasses.replace(result, categories=parts, kinds=kinds, places=places)
         first = _first_of_same_k([t.cell for t in tallies], cell)
         if first is not None:
@@ -257,7 +266,8 @@ def _result(
     count: Counts,
     compared: tuple[int | None, tuple[RowAudit, ...]],
 ) -> CellResult:
-    (own_s, own_tokens), (plain_s, plain_tokens) = tally.pairs, plain.pairs
+    own_s, own_tokens = tally.pairs
+    plain_s, plain_tokens = plain.pairs
     share = len(tally.runs) / len(own_s)  # of the turns of a single batch
     stats = functools.reduce(
         operator.add,
@@ -295,10 +305,12 @@ def _result(
 
 def _compare(tally: Tally, plain: Tally) -> tuple[int | None, tuple[RowAudit, ...]]:
     """Counts rows with plain decoding's tokens; None if the rule samples other tokens."""
-    rule, is_greedy = tally.bench.decoder(tally.cell).system().rule, tally.cell.is_greedy
+    rule = tally.bench.decoder(tally.cell).system().rule
+    is_greedy = tally.cell.is_greedy
     if not (is_greedy and rule.is_lossless or rule.name == "match"):
         return None, ()
-    rows, expected = tally.rows, plain.rows
+    rows = tally.rows
+    expected = plain.rows
     diverged = [i for i, row in rows.items() if row.tokens != expected[i].tokens]
     examined = diverged[: tally.max_examined] if is_greedy else []
     return len(rows) - len(diverged), tuple(tally.difference(i, plain) for i in examined)
@@ -309,7 +321,8 @@ def _speedup(tally: Tally, plain: Tally, questions: Sequence[Sequence[int]]) -> 
     if tally is plain:
         return NONE._replace(value=1.0)
     if tally.bench.batch > 1 or len(tally.runs) == 1:
-        (own_s, own_tokens), (plain_s, plain_tokens) = tally.pairs, plain.pairs
+        own_s, own_tokens = tally.pairs
+        plain_s, plain_tokens = plain.pairs
     else:
         own_s, own_tokens = tally.of_questions(questions)
         plain_s, plain_tokens = plain.of_questions(questions)
@@ -348,7 +361,8 @@ def _with_costs(
     """Adds the predicted speed-up, for the rows that run, and of what a round consists."""
     if costs is None:
         return result
-    cell, round_ms = tally.cell, tally.round_ms
+    cell = tally.cell
+    round_ms = tally.round_ms
     of_passes = cell.method in costs.draft_ms  # after the first; else of all that draft
     draft_cost = costs.draft_cost(cell.method, 0 if of_passes else cell.k) if cell.k else 0.0
     predicted = pass_costs.predict(costs, result) * result.busy_share / plain.busy_share
@@ -358,10 +372,12 @@ def _with_costs(
         is_draft_cost_significant=costs.is_significant(cell.method),
     )
     if not cell.tree and np.isfinite(draft_cost):
-        verify_ms, draft_ms = costs.verify_cost(cell.k) * costs.plain_ms, 0.0
+        verify_ms = costs.verify_cost(cell.k) * costs.plain_ms
+        draft_ms = 0.0
         if cell.k:
             draft_ms = cell.k * costs.draft_cost(cell.method, cell.k) * costs.plain_ms
-        rest_ms, plain_rest_ms = round_ms - verify_ms - draft_ms, plain.round_ms - costs.plain_ms
+        rest_ms = round_ms - verify_ms - draft_ms
+        plain_rest_ms = plain.round_ms - costs.plain_ms
         known = known._replace(
             verify_ms=verify_ms, draft_ms=draft_ms, rest_ms=rest_ms, plain_rest_ms=plain_rest_ms
         )

@@ -148,7 +148,9 @@ class Costs(NamedTuple):
     @classmethod
     def of_times(cls, times: Mapping[TimedLoop, np.ndarray], *, slots: int, batch: int) -> Costs:
         """Returns the costs that times in milliseconds, of interleaved repeats, show."""
-        verify_ms, first, later = {}, {}, {}
+        verify_ms = {}
+        first = {}
+        later = {}
         for loop in sorted(times):
             method, k, num_passes = loop
             if not num_passes:
@@ -234,7 +236,8 @@ def predict(costs: Costs, result: CellResult, num_draft: int | None = None) -> f
     Returns:
       The speed-up; NaN for a tree, whose passes were not measured.
     """
-    cell, stats = result.cell, result.stats
+    cell = result.cell
+    stats = result.stats
     if cell.tree:
         return float("nan")
     num_draft = cell.k if num_draft is None else num_draft

@@ -50,7 +50,8 @@ def steps_timer(steps: Sequence[TimedPass], batch: int, iterations: int = ITERAT
       batch: B, the rows of each.
       iterations: The number of iterations in a call.
     """
-    params, carries = [step.params for step in steps], [step.carry for step in steps]
+    params = [step.params for step in steps]
+    carries = [step.carry for step in steps]
 
     def body(params, carry):
         token, *carries = carry
@@ -150,8 +151,10 @@ def head_step(
         cache = head.init_cache(params, batch, slots)
         dtype = jax.tree.leaves(cache)[0].dtype
         cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
-        x, shape = jnp.ones((batch, width, head.width), dtype), (batch, width, children)
-        best, score = jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+        x = jnp.ones((batch, width, head.width), dtype)
+        shape = (batch, width, children)
+        best = jnp.zeros(shape, jnp.int32)
+        score = jnp.zeros(shape)
     return TimedPass(run, params, (x, best, score, cache))
 
 
@@ -211,7 +214,9 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Tim
       slots: The slots of the cache.
       batch: B, rows.
     """
-    drafter, K, half = system.drafter, system.num_draft, slots // 2
+    drafter = system.drafter
+    K = system.num_draft
+    half = slots // 2
 
     def run(params, token, carry):
         state, tokens, sampler, features = carry
@@ -228,7 +233,8 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Tim
         tokens = jnp.zeros((batch, slots), jnp.int32)
         features = _features(system.target, params, tokens, drafter)
         state = drafter.init(params, batch, slots)
-        prompt, length = tokens[:, :half], jnp.full((batch,), half, jnp.int32)
+        prompt = tokens[:, :half]
+        length = jnp.full((batch,), half, jnp.int32)
         state = drafter.prefill(params, state, prompt, length, tokens[:, 0], features[:, :half])
         return state, tokens, features[:, : K + 1]
 
@@ -285,7 +291,8 @@ def round_timer(
             first, later = _draft_steps(target, draft, params, num_draft, slots, batch)
             steps += [first, repeated(later, num_passes - 1)][:num_passes]
         else:
-            config, model = SpeculativeConfig(draft.method, num_draft), tapped_model(target, draft)
+            config = SpeculativeConfig(draft.method, num_draft)
+            model = tapped_model(target, draft)
             system = System(target.model, make_drafter(config, model, draft), GREEDY, num_draft)
             steps.append(drafting_step(system, params, slots, batch))
     return steps_timer(steps, batch, iterations)

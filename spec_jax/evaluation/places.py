@@ -61,7 +61,8 @@ def _update(seen: jax.Array, of: Round) -> jax.Array:
 
 def _count(scores: TargetScores, proposal: Proposal, verdict: Verdict, is_counted) -> jax.Array:
     """Counts the nodes of one row's accepted path: f32[4,4], see ``ACCEPTANCE_BY_PLACE``."""
-    P, K = len(verdict.tokens), len(proposal.tokens)
+    P = len(verdict.tokens)
+    K = len(proposal.tokens)
     index = jnp.arange(P)
     path = index if verdict.path is None else verdict.path
     parents = jnp.arange(K) if proposal.parents is None else proposal.parents

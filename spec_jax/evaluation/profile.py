@@ -183,7 +183,8 @@ def profile_cells(
     """
     profiles = {}
     for cell in cells:
-        engine, V = bench.decoder(cell).engine(), bench.target.model.vocab_size
+        engine = bench.decoder(cell).engine()
+        V = bench.target.model.vocab_size
         samplers = [make_sampler(configs, bench.batch, V) for configs in bench.samplers(cell, 0)]
         request = make_request(
             engine.system,

@@ -159,7 +159,8 @@ def encodable(
     Raises:
       ConfigError: None of several can be encoded, or the only one cannot.
     """
-    kept, refused = [], []
+    kept = []
+    refused = []
     for question in questions:
         try:
             encode(question)

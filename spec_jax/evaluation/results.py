@@ -120,7 +120,8 @@ class KindResult(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns an entry of ``acceptance_by_kind`` of report.json."""
-        rate, bounds = self.acceptance.value, self.acceptance.bounds
+        rate = self.acceptance.value
+        bounds = self.acceptance.bounds
         counts = {"reached": self.reached, "accepted": self.accepted}
         return counts | {"acceptance": rate, "interval": bounds}
 

@@ -116,7 +116,8 @@ def read_spans(path: str | pathlib.Path, names: Iterable[str]) -> list[Operation
 
 
 def _spans(planes: Iterable[Any], names: frozenset[str]) -> list[OperationRun]:
-    begun, ends = [], {}
+    begun = []
+    ends = {}
     for event in (event for plane in planes for line in plane.lines for event in line.events):
         stats = dict(event.stats)
         if event.name.startswith("end: "):  # a CPU says apart when a result is ready
@@ -190,7 +191,9 @@ def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[S
     runs: dict[str, list[int]] = {}
     for i, span in enumerate(spans):
         runs.setdefault(span.name, []).append(i)
-    count, time_ns, busy_ns = Counter(), Counter(), Counter()
+    count = Counter()
+    time_ns = Counter()
+    busy_ns = Counter()
     for name, chosen in runs.items():
         busy, waiting = (len(chosen) * float(np.median(x[chosen])) for x in (ran_ns, waited_ns))
         count[stages[name]] += len(chosen)

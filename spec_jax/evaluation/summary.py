@@ -60,7 +60,8 @@ def identical_text(result: CellResult) -> str:
 
 
 def _row(result: CellResult) -> list[str]:
-    cell, is_plain = result.cell, result.cell.is_plain
+    cell = result.cell
+    is_plain = result.cell.is_plain
     rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
     return [
         f"{cell.title} {cell.tree}" if cell.tree else cell.title,

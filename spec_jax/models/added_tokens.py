@@ -44,7 +44,8 @@ def add_stated_tokens(
         stated = {index: token for index, token in flagged.items() if index not in present}
     for token in stated.values():
         token.special |= token.content in {x.content for x in named}
-    vocab, same = backend.get_vocab(with_added_tokens=True), set(map(repr, present.values()))
+    vocab = backend.get_vocab(with_added_tokens=True)
+    same = set(map(repr, present.values()))
     changed = [token for _, token in sorted(stated.items()) if repr(token) not in same]
     known = {token.content for token in (*present.values(), *stated.values())}
     changed += [x for x in (*named, *listed) if x.content in vocab and x.content not in known]

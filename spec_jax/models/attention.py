@@ -100,7 +100,9 @@ def attend_prefix(
     S = mask_BTS.shape[2]
 
     def over(n):
-        k_n, v_n, mask = k[..., :n, :], v[..., :n, :], mask_BTS[..., :n]
+        k_n = k[..., :n, :]
+        v_n = v[..., :n, :]
+        mask = mask_BTS[..., :n]
         return attend(q_BTNH, k_n, v_n, mask, scale=scale)
 
     if S < MIN_SLOTS or k.ndim == 4:
@@ -229,7 +231,8 @@ def attend_filled(
 
 def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
     """``attend_filled`` on one device, dtype[B,T,N,H]."""
-    (B, T, N, H), (start, *seen) = q_BTNH.shape, parts
+    B, T, N, H = q_BTNH.shape
+    (start, *seen) = parts
     is_stacked = keys.ndim == 5
     *lead, S, _ = keys.shape[is_stacked:]
     G = math.prod(lead) // B
@@ -269,7 +272,8 @@ def _add(sums, scores, product, values):
     """Adds the scores of further keys and their values to the sums of an online softmax."""
     highest, total, out = sums
     high = jnp.maximum(highest, scores.max(axis=-1))
-    kept, weights = jnp.exp(highest - high), jnp.exp(scores - high[..., None])
+    kept = jnp.exp(highest - high)
+    weights = jnp.exp(scores - high[..., None])
     part = _product(product, weights.astype(values.dtype), values)
     return high, total * kept + weights.sum(axis=-1), out * kept[..., None] + part
 
@@ -367,7 +371,8 @@ def by_splash(
         begins = jnp.pad(begins, [(0, 0), (0, -T % SPLASH_BLOCK)], constant_values=-1)
         return jax.vmap(kernel)(q, k, v, splash.SegmentIds(begins, begins))[:, :, :T]
 
-    heads, keys = P("batch", "heads"), P("batch", "kv_heads")
+    heads = P("batch", "heads")
+    keys = P("batch", "kv_heads")
     q = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype).transpose(0, 2, 1, 3)
     out = by_shard(attend_rows, (heads, keys, keys, P("batch")), heads)(q, k_BGTH, v_BGTH, begins)
     return out.transpose(0, 2, 1, 3).reshape(-1, T, N * H)
@@ -484,7 +489,8 @@ def _causal_backward(scale, kept, gradients):
     d_out = d_out.astype(v.dtype)
 
     def add(carry, pair):
-        (d_q, d_k, d_v), (row, column) = carry, pair
+        d_q, d_k, d_v = carry
+        row, column = pair
         weights = jnp.exp(_block_scores(q, k, begins, row, column, scale) - highest[row][..., None])
         d_weights = _product("bgrmh,bgsh->bgrms", d_out[row], v[column])
         d_scores = weights * (d_weights + d_total[row][..., None]) * scale

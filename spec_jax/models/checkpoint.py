@@ -79,7 +79,8 @@ def load_pretrained(
         attention, or the mesh does not divide its heads.
     """
     directory = pathlib.Path(directory)
-    config, hf = read_config(directory), read_json(directory / "config.json")
+    config = read_config(directory)
+    hf = read_json(directory / "config.json")
     if family_of(config).can_scan:
         is_stacked = platform_of(mesh) == "tpu" if scan_layers is None else scan_layers
         config = dataclasses.replace(config, scan_layers=is_stacked)
@@ -119,7 +120,8 @@ def _dequantised(directory: pathlib.Path, source: Any, hf: Mapping[str, Any]) ->
 
 def _is_of_module(name: str, hf: Mapping[str, Any], config: AnyConfig) -> bool:
     """Whether a tensor is of an MTP module, under a prefix or as layers after the last one."""
-    count, place = hf.get("num_nextn_predict_layers"), re.match(r"model\.layers\.(\d{1,9})\.", name)
+    count = hf.get("num_nextn_predict_layers")
+    place = re.match(r"model\.layers\.(\d{1,9})\.", name)
     if place is None or not is_integer(count):
         return name.startswith(_MODULES)
     return 0 <= int(place[1]) - config.num_hidden_layers < count
@@ -137,7 +139,8 @@ def _weight(tensors: StrictReader, dtype: DTypeLike, spec: ParamSpec, layer: int
 def _equal_ends(directory: pathlib.Path, tensors: StrictReader, config: AnyConfig) -> Tensor:
     """A tied embedding that is stored again as the head, which must then be equal."""
     spec = outer_table(config)["embed"]
-    embed, head = tensors.tensor(spec.hf_name), tensors.take(_HEAD, spec.shape)
+    embed = tensors.tensor(spec.hf_name)
+    head = tensors.take(_HEAD, spec.shape)
 
     def read(part: Part) -> np.ndarray:
         array = embed.read(part)
@@ -175,7 +178,9 @@ def save_pretrained(
     """
     directory = pathlib.Path(directory)
     dtype = jnp.dtype(dtype)
-    counts, size = [0], 0  # tensors of each file, and bytes of the last one
+    # tensors of each file, and bytes of the last one
+    counts = [0]
+    size = 0
     for _, spec, _ in declared(config):
         nbytes = dtype.itemsize * math.prod(spec.shape)
         if counts[-1] and size + nbytes > max_shard_bytes:

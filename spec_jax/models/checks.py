@@ -135,7 +135,8 @@ def integers_of(config: Any) -> dict[str, int]:
 def check_sizes(config: Any, *names: str) -> None:
     """Raises a ConfigError if one of these fields is not a positive integer, or is too large."""
     for name in names:
-        value, limit = getattr(config, name), _MAX_SIZES.get(name, MAX_SIZE)
+        value = getattr(config, name)
+        limit = _MAX_SIZES.get(name, MAX_SIZE)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {shown(value)}; expected a positive integer")
         if value > limit:

@@ -90,7 +90,9 @@ def check_sees_all(hf: Mapping[str, Any], *, is_head: bool = False) -> None:
         type whose class in transformers has none; with a type that has the key
         ``use_sliding_window``, the key decides, as it does there.
     """
-    kinds, window, kind = hf.get("layer_types"), hf.get("sliding_window"), hf.get("model_type")
+    kinds = hf.get("layer_types")
+    window = hf.get("sliding_window")
+    kind = hf.get("model_type")
     has_flag = kind in _FLAGGED or hf.get("use_sliding_window") is not None
     if kinds is not None and not isinstance(kinds, (list, tuple)):
         raise ConfigError(f"layer_types is {shown(kinds)}; expected a list")
@@ -120,7 +122,8 @@ def check_sees_all(hf: Mapping[str, Any], *, is_head: bool = False) -> None:
 
 def _has_window_layers(hf: Mapping[str, Any]) -> bool:
     """Returns whether any layer comes after ``max_window_layers``: those have windows."""
-    first, layers = hf.get("max_window_layers", 0), hf.get("num_hidden_layers")
+    first = hf.get("max_window_layers", 0)
+    layers = hf.get("num_hidden_layers")
     return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
 
 

@@ -142,7 +142,9 @@ class CpuLayout:
         has_panels: bool = False,
         embeddings: Collection[str] = EMBEDDINGS,
     ):
-        self._params, self._is_tied, self._has_panels = params, is_tied, has_panels
+        self._params = params
+        self._is_tied = is_tied
+        self._has_panels = has_panels
         self._embeddings = embeddings
         self._of_rows: dict[int, Any] = {}
         self._of_shapes: dict[Any, Any] = {}
@@ -254,7 +256,8 @@ def to_panels(
     """Returns a matrix dtype[in,out] in panels, or as it is if they gain nothing."""
     if isinstance(w, InPanels):
         return w
-    line, size = find(num_rows, w.size, w.dtype, table), w.shape[1]
+    line = find(num_rows, w.size, w.dtype, table)
+    size = w.shape[1]
     widths = (n or size for n in (() if line is None else line.widths))
     width = next((n for n in widths if size % n == 0), None)
     if width is None:

@@ -53,7 +53,10 @@ def delta_table(
       is_by_key_head: two maps make all inputs, as in Qwen3-Next: of each key head its query, its
         key, and values and gates of its value heads; and their rates and steps.
     """
-    D, N, C, width = config.hidden_size, config.num_heads, config.conv_dim, config.width
+    D = config.hidden_size
+    N = config.num_heads
+    C = config.conv_dim
+    width = config.width
     table: dict[str, ParamSpec] = {}
     apart = (
         ("qkv", "in_proj_qkv", C, "state_inputs"),
@@ -67,9 +70,11 @@ def delta_table(
     )
     for name, hf, size, axis in together if is_by_key_head else apart:
         linear_specs(table, name, D, size, ("embed", axis), f"{prefix}{hf}")
-    axes, hf = ("state_heads", "embed"), f"{prefix}out_proj"
+    axes = ("state_heads", "embed")
+    hf = f"{prefix}out_proj"
     linear_specs(table, "out", width, D, axes, hf, init="residual")
-    shape, axes = (C, 1, config.conv_kernel), ("channels", "one", "reach")
+    shape = (C, 1, config.conv_kernel)
+    axes = ("channels", "one", "reach")
     return table | {
         "conv": ParamSpec(shape, axes, f"{prefix}conv1d.weight", init="conv"),
         "time_bias": ParamSpec((N,), ("state_heads",), f"{prefix}dt_bias", init="ones"),
@@ -102,7 +107,8 @@ def correct(
     Returns:
       f32[B,T,N,H].
     """
-    (B, T, N, H), G = v_BTNH.shape, inputs.b.shape[2]
+    B, T, N, H = v_BTNH.shape
+    G = inputs.b.shape[2]
     take = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, offset, T, axis)
     before, left = decays(inputs.log_decay, is_seen_BTW)
     k = take(inputs.b, 1)
@@ -144,7 +150,8 @@ def invert_unit_lower(x: jax.Array) -> jax.Array:
     """
     T = x.shape[-1]
     product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    inverse, size = jnp.broadcast_to(jnp.eye(T, dtype=x.dtype), x.shape), 1
+    inverse = jnp.broadcast_to(jnp.eye(T, dtype=x.dtype), x.shape)
+    size = 1
     while size < T:
         block = jnp.arange(T) // size
         is_left_below = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
@@ -186,13 +193,18 @@ def delta_net(
     Returns:
       dtype[B,T,D], and the cache with the window written.
     """
-    (B, T, _), f32 = x_BTD.shape, jnp.float32
-    N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    B, T, _ = x_BTD.shape
+    f32 = jnp.float32
+    N = config.num_heads
+    H = config.head_dim
+    G = config.n_groups
+    Z = config.state_size
     check_one_document(window)
     with jax.named_scope("delta"):
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
         held = whole.layer(index if cache is not None else 0)
-        old, offset = held.window, window.offset
+        old = held.window
+        offset = window.offset
         put = lambda name, new: write(old and getattr(old, name), new, offset)
         raw, z, rate, step = _project(layer, x_BTD, config)
         raw = put("raw", raw)
@@ -208,7 +220,8 @@ def delta_net(
             u, y = _run_chain(held.ssm, k, v, rate, log_decay, q)
             inputs = Inputs(raw, put("u", u), put("b", k), put("log_decay", log_decay))
         else:
-            width, is_seen = raw.shape[1], window.is_seen
+            width = raw.shape[1]
+            is_seen = window.is_seen
             is_seen = latest_seen(width, T, offset) if is_seen is None else is_seen
             cut = lambda inputs: jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs)
             blank = jnp.zeros((B, width, N, H), f32) if old is None else old.u
@@ -229,7 +242,9 @@ def _project(layer, x_BTD, config):
     if "qkvz" not in layer:
         z, rate, step = (linear(x_BTD, layer, name) for name in ("z", "rate", "step"))
         return whole("qkv"), z, rate, step
-    (B, T, _), G, Z = x_BTD.shape, config.n_groups, config.state_size
+    B, T, _ = x_BTD.shape
+    G = config.n_groups
+    Z = config.state_size
     by_head = lambda name: whole(name).reshape(B, T, G, -1)
     width = config.width // G
     parts = jnp.split(by_head("qkvz"), (Z, 2 * Z, 2 * Z + width), axis=-1)

@@ -38,7 +38,8 @@ def unsettled_part(backend: tokenizers.Tokenizer) -> Unsettled:
         steps = _steps(json.loads(backend.decoder.__getstate__()))
     except Exception:  # a decoder written in Python has no state; the library's error is bare
         return Unsettled.ALL
-    found, is_joined = Unsettled.NOTHING, False
+    found = Unsettled.NOTHING
+    is_joined = False
     for step in steps:
         if is_joined and step not in ("Fuse", "Strip"):
             return Unsettled.ALL

@@ -18,7 +18,8 @@ from spec_jax.models.parts import Part, Tensor
 
 SCALE = "_scale_inv"
 METHOD = "fp8"
-_KEY, _BLOCK = "quantization_config", (128, 128)
+_KEY = "quantization_config"
+_BLOCK = (128, 128)
 
 
 def block_of(hf: Mapping[str, Any]) -> tuple[int, int]:
@@ -54,7 +55,9 @@ class Dequantised:
     """
 
     def __init__(self, directory: pathlib.Path, source: Any, block: tuple[int, int]):
-        self._directory, self._source, self._block = directory, source, block
+        self._directory = directory
+        self._source = source
+        self._block = block
         names = source.names()
         self._scaled = {name for name in names if f"{name}{SCALE}" in names}
         self._names = names - {f"{name}{SCALE}" for name in self._scaled}
@@ -71,7 +74,8 @@ class Dequantised:
           WeightsError: it has 8 bits and no scales, scales of another shape, or scales and
             more bits.
         """
-        stored, scale = self._source.tensor(name), f"{name}{SCALE}"
+        stored = self._source.tensor(name)
+        scale = f"{name}{SCALE}"
         if name not in self._scaled:
             if stored.dtype.itemsize == 1:
                 message = f"tensor {scale} is missing, of {stored.dtype.name} {name}"

@@ -81,7 +81,9 @@ class Window(NamedTuple):
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
         start = length + window_offset
         slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-        mask, slots = None, None if cache is None else cache.slots  # a state has none, and no mask
+        # a state has none, and no mask
+        mask = None
+        slots = None if cache is None else cache.slots
         if slots is not None and window_mask is not None:
             mask = _window_mask(window_mask, length, slots)
         elif slots is not None:
@@ -92,7 +94,8 @@ class Window(NamedTuple):
             positions = positions if begins is None else positions - begins
         freq, factor = rope_frequencies(config.rope, config.rotary_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
-        cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+        cos = jnp.cos(angle) * factor
+        sin = jnp.sin(angle) * factor
         first = 0 if begins is None else begins
         return cls(start, mask, cos, sin, window_offset, window_mask, first)
 
@@ -104,7 +107,8 @@ class Window(NamedTuple):
 
 def _window_mask(window_mask, length, slots):
     """bool[B,T,S]: the committed slots, and after them what ``window_mask`` says."""
-    B, (_, T, W) = length.shape[0], window_mask.shape
+    B = length.shape[0]
+    _, T, W = window_mask.shape
     window_mask = jnp.broadcast_to(window_mask, (B, T, W))
     is_committed = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
     mask = jnp.broadcast_to(is_committed, (B, T, slots))

@@ -114,7 +114,8 @@ class LoadedModel(Shown):
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
         if self.config is None:
             return []
-        counts, table = head_counts(self.config), all_tables(self.config)
+        counts = head_counts(self.config)
+        table = all_tables(self.config)
         return kept_whole(self.name, table, mesh, axis_rules, counts)
 
     @property

@@ -64,7 +64,9 @@ def check_groups(config: Any) -> None:
     Raises:
       ConfigError: The experts cannot be split so, or the groups kept have fewer than are chosen.
     """
-    X, groups, kept = config.n_routed_experts, config.n_group, config.topk_group
+    X = config.n_routed_experts
+    groups = config.n_group
+    kept = config.topk_group
     if X % groups or kept > groups:
         raise ConfigError(
             f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
@@ -111,7 +113,8 @@ def mix_experts(
 
 def _mix_rows(experts, x_BTD, weights_BTX, num_chosen):
     """``mix_experts`` on one device, which may hold fewer experts than a token has."""
-    X, D = weights_BTX.shape[-1], x_BTD.shape[-1]
+    X = weights_BTX.shape[-1]
+    D = x_BTD.shape[-1]
     weights = weights_BTX.reshape(-1, X)
     return _mix_chosen(experts, x_BTD.reshape(-1, D), weights, min(num_chosen, X)).reshape(
         x_BTD.shape
@@ -132,7 +135,8 @@ def mix_all(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _mix_chosen(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
     by = functools.partial
-    sort, grouped = by(mix_sorted, num_chosen=num_chosen), _ragged_dot_of_gpu()
+    sort = by(mix_sorted, num_chosen=num_chosen)
+    grouped = _ragged_dot_of_gpu()
     if grouped is not None:
         cuda = by(sort, ragged_dot=grouped)
     elif len(x) * num_chosen <= weights.shape[1]:
@@ -204,7 +208,8 @@ def mix_sorted(
     chosen, ids = jax.lax.top_k(weights, num_chosen)
     ids = jnp.where(chosen != 0, first + ids, len(gate)).reshape(-1)
     order = jnp.argsort(ids, stable=True)
-    rows, sizes = order // num_chosen, jnp.bincount(ids, length=len(gate))
+    rows = order // num_chosen
+    sizes = jnp.bincount(ids, length=len(gate))
     product = functools.partial(ragged_dot, group_sizes=sizes.astype(jnp.int32))
     h = jax.nn.silu(product(x[rows], gate)) * product(x[rows], up)
     out = product(h * chosen.reshape(-1)[order, None], down)

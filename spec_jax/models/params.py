@@ -154,10 +154,12 @@ def param_shardings(config: AnyConfig, mesh: Mesh, axis_rules: AxisRules | None 
       mesh: the devices.
       axis_rules: by default those of ``sharding.use_axis_rules``.
     """
-    counts, stacks = head_counts(config), stacks_of(config)
+    counts = head_counts(config)
+    stacks = stacks_of(config)
 
     def leaf(spec: ParamSpec, layer):
-        axes, shape = spec.axes, spec.shape
+        axes = spec.axes
+        shape = spec.shape
         if layer is not None and len(stacks[layer][0]) > 1:
             axes, shape = ("layers", *axes), (len(stacks[layer][0]), *shape)
         return named(axes, shape, mesh, axis_rules, counts)

@@ -30,7 +30,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[jax.Array, float]
     if rope.rope_type == "llama3":
         wavelength = 2 * math.pi / freq
         original = rope.original_max_position_embeddings
-        low, high = rope.low_freq_factor, rope.high_freq_factor
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
         smooth = jnp.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
         return (1 - smooth) * freq / rope.factor + smooth * freq, 1.0
     if rope.rope_type == "yarn":
@@ -47,7 +48,8 @@ def _yarn(rope: RopeConfig, head_dim: int, freq: jax.Array) -> tuple[jax.Array, 
             / (2 * math.log(rope.rope_theta))
         )
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -78,6 +80,7 @@ def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Arr
     """
     turned, rest = jnp.split(x_BTNH, [2 * cos_BTH.shape[-1]], axis=-1)
     x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
+    cos = cos_BTH[:, :, None]
+    sin = sin_BTH[:, :, None]
     rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x_BTNH.dtype), rest], axis=-1)

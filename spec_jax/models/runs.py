@@ -47,7 +47,8 @@ def shortest_runs(layers: Sequence[Hashable]) -> tuple[Run, ...]:
                 compiled, runs, *_ = best[first + period * count]
                 options.append((compiled + period, runs + 1, -period * count, period))
         best[first] = min(options)
-    runs, first = [], 0
+    runs = []
+    first = 0
     while first < L:
         *_, size, period = best[first]
         stop = first - size

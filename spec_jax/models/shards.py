@@ -147,12 +147,14 @@ class Shards:
                 f"{file.name}: tensor {name} has dtype {entry['dtype']}; known: "
                 f"{', '.join(_DTYPES)}"
             )
-        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        dtype = _DTYPES[entry["dtype"]]
         begin += entry["data_offsets"][0]
 
         def read(part: Part) -> np.ndarray:
             array = np.empty([len(r) for r in part], dtype)
-            content, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+            content = memoryview(array.reshape(-1).view(np.uint8))
+            done = 0
             for offset, size in _runs(part, shape, dtype.itemsize):
                 self._fill(file, begin + offset, content[done : done + size], name)
                 done += size

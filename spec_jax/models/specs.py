@@ -72,8 +72,10 @@ def linear_specs(
 
 def attention_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
     """Returns the weights of ``layers.attention``; their external names begin with ``prefix``."""
-    D, H = config.hidden_size, config.head_dim
-    NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
+    D = config.hidden_size
+    H = config.head_dim
+    NH = config.num_attention_heads * H
+    GH = config.num_key_value_heads * H
     table: dict[str, ParamSpec] = {}
     bias = config.attention_bias
     linear_specs(table, "q", D, NH, ("embed", "heads"), f"{prefix}q_proj", has_bias=bias)
@@ -110,9 +112,11 @@ def gated_specs(
     """
     table: dict[str, ParamSpec] = {}
     for name in ("gate", "up"):
-        axes, hf_name = ("embed", "mlp"), f"{hf}.{name}_proj"
+        axes = ("embed", "mlp")
+        hf_name = f"{hf}.{name}_proj"
         linear_specs(table, f"{prefix}{name}", D, F, axes, hf_name, has_bias=has_bias)
-    axes, hf_name = ("mlp", "embed"), f"{hf}.down_proj"
+    axes = ("mlp", "embed")
+    hf_name = f"{hf}.down_proj"
     linear_specs(table, f"{prefix}down", F, D, axes, hf_name, has_bias=has_bias, init=init)
     return table
 
@@ -139,7 +143,8 @@ def outer_specs(
       embed: the external name of the embedding, without ``.weight``.
       norm: the external name of the final norm, without ``.weight``.
     """
-    D, V = config.hidden_size, config.vocab_size
+    D = config.hidden_size
+    V = config.vocab_size
     table = {
         "embed": ParamSpec((V, D), ("vocab", "embed"), f"{embed}.weight"),
         "final_norm": norm_spec(D, norm),

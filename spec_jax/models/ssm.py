@@ -92,7 +92,8 @@ def write(held: jax.Array | None, new: jax.Array, offset: int | jax.Array) -> ja
       ShapeError: while tracing, if the window has no room for the tokens.
     """
     width = 0 if held is None else held.shape[1]
-    is_known, T = isinstance(offset, int), new.shape[1]
+    is_known = isinstance(offset, int)
+    T = new.shape[1]
     if is_known and offset == 0 and T >= width:
         return new if held is None else new.astype(held.dtype)
     if T > width or (is_known and offset + T > width):

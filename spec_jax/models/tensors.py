@@ -45,7 +45,9 @@ class StrictReader:
     """
 
     def __init__(self, directory: pathlib.Path, source: Any):
-        self._directory, self._source, self.sizes = directory, source, {}
+        self._directory = directory
+        self._source = source
+        self.sizes = {}
         self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
 
     def tensor(self, name: str) -> Tensor:
@@ -171,7 +173,8 @@ class Renamed:
     """
 
     def __init__(self, source: Any, prefixes: Mapping[str, str | None]):
-        self._source, self._stored = source, stored_names(source.names(), prefixes)
+        self._source = source
+        self._stored = stored_names(source.names(), prefixes)
 
     def names(self) -> set[str]:
         """All that are left."""
@@ -221,7 +224,8 @@ class Unfused:
     def __init__(self, source: Any):
         names = source.names()
         fused = {name: source.tensor(name).shape for name in names if name.endswith(_FUSED)}
-        self._source, self._inside = source, unfused(fused)
+        self._source = source
+        self._inside = unfused(fused)
         self._names = names - {name for name, *_ in self._inside.values()} | set(self._inside)
 
     def names(self) -> set[str]:

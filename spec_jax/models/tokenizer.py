@@ -209,7 +209,8 @@ class Tokenizer:
         if self._unsettled is Unsettled.BYTE_RUN:  # part of a run may not be UTF-8
             begin = self._byte_runs.start(prompt, begin)
         context = list(prompt[begin:])
-        before, whole = self.decode(context), self.decode([*context, *ids])
+        before = self.decode(context)
+        whole = self.decode([*context, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
     def settled_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
@@ -255,7 +256,8 @@ class Tokenizer:
 
     def differing_tokens(self, other: Tokenizer) -> tuple[int, str]:
         """Returns how many tokens only one of them has, or has under this id; and the first."""
-        ours, theirs = self.backend.get_vocab(), other.backend.get_vocab()
+        ours = self.backend.get_vocab()
+        theirs = other.backend.get_vocab()
         found = dict(ours.items() ^ theirs.items())
         token = min(found, key=lambda token: (found[token], token))
         ids = [vocab.get(token, "none") for vocab in (ours, theirs)]

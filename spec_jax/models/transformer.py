@@ -76,12 +76,14 @@ def forward(
 
     def step(layer, weights, x, cache, place):
         """Runs a layer at its ``place`` in its group of the cache; returns x and the cache."""
-        kind, (index, _) = kinds[layer], places[layer]
+        kind = kinds[layer]
+        index, _ = places[layer]
         weights, group = norms_as_factors(weights), group_of(cache, index)
         x, group = kind.layer(weights, x, group, place, window, config)
         return constrain(x, "batch", None, None), with_group(cache, index, group)
 
-    inner, tapped = {i for i in taps if i < L}, {}
+    inner = {i for i in taps if i < L}
+    tapped = {}
     if cache is not None and config.scan_layers:
         cache = cache.open_window(tokens.shape[1])  # a loop over layers cannot make room
     for run in runs_of(config):

@@ -172,7 +172,8 @@ def check(system: System) -> None:
     Raises:
       ConfigError: it cannot.
     """
-    drafter, rule = system.drafter, system.rule
+    drafter = system.drafter
+    rule = system.rule
     if drafter.taps:
         reason = "reads the target's states, which are not there when it runs ahead"
     elif drafter.tree is not None:
@@ -211,7 +212,8 @@ class Overlap:
     def __init__(self, devices: Devices, timeline: list[Span] | None = None):
         if devices.shared:
             raise ConfigError(f"draft and target share {_names(devices.shared)}; see make_loop")
-        self.devices, self.timeline = devices, timeline
+        self.devices = devices
+        self.timeline = timeline
         self._placed: dict[str, tuple] = {"target": (), "draft": ()}
 
     def prefill(
@@ -291,7 +293,8 @@ class Overlap:
         """As ``decoding.generate``, a round being a tick. Donates the state."""
         params = self._place(params)
         (ahead, side, outcome, tick), state = state.draft, state.replace(draft=())
-        begin, row_ticks = tick, 0
+        begin = tick
+        row_ticks = 0
         state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
         num_active = int(state.is_active.sum())
         # On a CPU a small program runs in the thread that calls it: the draft gets its own.

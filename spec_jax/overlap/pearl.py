@@ -49,7 +49,9 @@ def prefill_draft(
     params, prompts, tokens, length, sampler, request, is_greedy, *, system: System, slots: int
 ) -> tuple[DraftSide, Outcome]:
     """Returns the draft's side before the first tick, and an outcome that changes nothing."""
-    (B, _), K, drafter = tokens.shape, system.num_draft, system.drafter
+    B, _ = tokens.shape
+    K = system.num_draft
+    drafter = system.drafter
     first = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
     # K slots more: a block follows what is ahead.
     chunk = system.prefill_chunk

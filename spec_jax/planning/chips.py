@@ -12,7 +12,9 @@ from typing import Any
 
 from spec_jax.errors import ConfigError
 
-_GB, _GIB, _TERA = 10**9, 2**30, 10**12
+_GB = 10**9
+_GIB = 2**30
+_TERA = 10**12
 _CLOUD = "https://docs.cloud.google.com/tpu/docs"
 _NVIDIA = "NVIDIA"
 

@@ -110,7 +110,8 @@ def compile_and_count(trace: Any) -> Compiled:
         wall_s=time.perf_counter() - begin[0], cpu_s=time.process_time() - begin[1]
     )
     traced: Traced = trace()
-    params, cache = device_bytes(traced.params), device_bytes(traced.cache)
+    params = device_bytes(traced.params)
+    cache = device_bytes(traced.cache)
     try:
         compiled = traced.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -159,7 +160,8 @@ def _count(program: hlo.Program, traced: Traced) -> Counted:
     has_rounds = program.has_rounds
     steps = program.round() if has_rounds else program.call()
     entry = program.call() if has_rounds else []
-    moved, once = traffic.count(program, steps), traffic.count(program, entry)
+    moved = traffic.count(program, steps)
+    once = traffic.count(program, entry)
     kinds = sorted({c.kind for c in moved.collectives})
     copies = [
         (copy.name, copy.times, copy.array.padded_bytes, place)

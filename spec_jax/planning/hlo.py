@@ -306,7 +306,9 @@ class Program:
 
     def _bound(self, condition: Computation) -> tuple[int, int] | None:
         """Of a condition ``carry[i] < n``, or of that and another one: i and n."""
-        root, computation, outer = condition.root, condition, {}
+        root = condition.root
+        computation = condition
+        outer = {}
         if root.opcode == "fusion":
             computation = self.computations[root.called["calls"]]
             outer = {p: root.operands[i] for i, p in computation.parameters.items()}
@@ -339,14 +341,16 @@ class Program:
 
         def join(one, other):
             """Joins the results of two instructions, each (computation, instruction, first)."""
-            (c, i, first), (d, j, second) = one, other
+            c, i, first = one
+            d, j, second = other
             for n in range(min(len(i.arrays) - first, len(j.arrays) - second)):
                 parents[find((c.name, i.name, first + n))] = find((d.name, j.name, second + n))
 
         for computation in self.computations.values():
             for i in computation.instructions.values():
                 operands = [computation.instructions[name] for name in i.operands]
-                here, given = (computation, i, 0), [(computation, x, 0) for x in operands]
+                here = (computation, i, 0)
+                given = [(computation, x, 0) for x in operands]
                 if i.opcode == "tuple":
                     first = 0
                     for operand in operands:
@@ -364,7 +368,8 @@ class Program:
                 is_choice = i.opcode == "conditional"
                 if is_choice or i.opcode in ("while", "call", "fusion"):
                     for n, name in enumerate(i.branches if is_choice else i.called.values()):
-                        body, own = self.computations[name], given[n + 1 :] if is_choice else given
+                        body = self.computations[name]
+                        own = given[n + 1 :] if is_choice else given
                         for number, parameter in body.parameters.items():
                             join((body, body.instructions[parameter], 0), own[number])
                         if name != i.called.get("condition"):
@@ -432,7 +437,8 @@ def read(text: str, unknown_trips: int = 1) -> Program:
       ConfigError: it is not the text of a compiled program.
     """
     computations: dict[str, Computation] = {}
-    entry, current = None, None
+    entry = None
+    current = None
     for line in text.splitlines():
         if not line.startswith(" "):
             head = _HEAD.match(line)
@@ -462,7 +468,8 @@ def _instruction(begin: re.Match, rest: str) -> Instruction:
     shape, rest = rest[:end], rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
     close = _close(rest, len(opcode))
-    inside, attributes = rest[len(opcode) + 1 : close], rest[close + 1 :].lstrip(", ")
+    inside = rest[len(opcode) + 1 : close]
+    attributes = rest[close + 1 :].lstrip(", ")
     if opcode in ("constant", "parameter"):  # what is in the brackets names no operand
         inside, attributes = "", f"{inside}, {attributes}"
     return Instruction(
@@ -487,7 +494,8 @@ def _close(text: str, start: int) -> int:
 
 def _names(text: str) -> Iterator[str]:
     """The names of operands; older texts have each operand's shape before it."""
-    depth, start = 0, 0
+    depth = 0
+    start = 0
     for i, char in enumerate(text + ","):
         depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(char, 0)
         if char == "," and depth == 0:

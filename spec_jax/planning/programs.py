@@ -186,12 +186,14 @@ def trace_prefill(job: PrefillJob, mesh: Mesh) -> Traced:
       mesh: the devices.
     """
     engine = job.decoder(mesh).engine()
-    params, target = jax.tree.map(_shape, engine.params()["target"]), engine.system.target
+    params = jax.tree.map(_shape, engine.params()["target"])
+    target = engine.system.target
     rows = named(("batch",), (job.batch,), mesh)
     tokens = jax.ShapeDtypeStruct((job.batch, job.slots), jnp.int32, sharding=rows)
     lengths = jax.ShapeDtypeStruct((job.batch,), jnp.int32, sharding=rows)
     chunk = job.prefill_chunk if job.slots > job.prefill_chunk else None
-    args, options = (params, tokens, lengths), dict(target=target, slots=job.slots, chunk=chunk)
+    args = (params, tokens, lengths)
+    options = dict(target=target, slots=job.slots, chunk=chunk)
     with jax.set_mesh(mesh):
         left = jax.eval_shape(functools.partial(prefill_target, **options), *args)
         lowered = prefill_target.lower(*args, **options)
@@ -209,7 +211,8 @@ def trace_decode(job: Job, mesh: Mesh) -> Traced:
     decoder = job.decoder(mesh)
     engine = decoder.engine()
     params = jax.tree.map(_shape, engine.params(job.batch))
-    B, X = job.batch, _NUM_STOPS
+    B = job.batch
+    X = _NUM_STOPS
     row = lambda *more: jax.ShapeDtypeStruct((B, *more), jnp.int32)
     sampler = jax.tree.map(_shape, make_sampler(job.sampler, B, job.target.vocab_size))
     prefill = functools.partial(decoding.prefill, system=engine.system, slots=job.slots)
@@ -240,7 +243,8 @@ def find_caches(state: Any) -> tuple[list[jax.ShapeDtypeStruct], dict[int, int]]
     Args:
       state: of decoding, or a cache; shapes with their shardings.
     """
-    cache, copied = [], {}
+    cache = []
+    copied = {}
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     axes = jax.tree.leaves(state_axes(state))
     for number, ((path, x), names) in enumerate(zip(paths, axes)):

@@ -147,7 +147,8 @@ def prefill(
         raise ConfigError(
             f"prompt_tokens is {prompt_tokens} and chunk {chunk}; expected 1 or more of each"
         )
-    own, passes = Stack.of(target, setting), []
+    own = Stack.of(target, setting)
+    passes = []
     for begin in range(0, prompt_tokens, chunk):
         end = min(begin + chunk, prompt_tokens)
         within = dataclasses.replace(setting, context=(begin + end) // 2)
@@ -305,7 +306,8 @@ def predict(
     if not 1 <= tokens <= most:
         raise ConfigError(f"tokens is {tokens}; a round of K = {num_draft} emits 1 to {most}")
     time = lambda *drafts: decode_round(target, *drafts).floor_s(chip, overhead_s_per_pass)
-    plain, one = time(None, 0, setting), time(draft, num_draft, setting, tree)
+    plain = time(None, 0, setting)
+    one = time(draft, num_draft, setting, tree)
     return Prediction(num_draft, tokens, plain, one, setting.batch)
 
 

@@ -143,7 +143,8 @@ class Traffic:
 
 def _total(moves: Iterable[Move], depth: int) -> int:
     """Bytes of moves that are in the same branches up to ``depth``."""
-    total, inside = 0, {}
+    total = 0
+    inside = {}
     for move in moves:
         branch = move.step.branch[depth:]
         if branch:
@@ -173,7 +174,8 @@ def count(program: Program, steps: Sequence[Step]) -> Traffic:
       program: that they are of.
       steps: the instructions that run.
     """
-    collectives, seen = [], set()
+    collectives = []
+    seen = set()
     for step in steps:
         i = step.instruction
         if i.kind not in COLLECTIVES:
@@ -213,7 +215,8 @@ def cache_copies(program: Program, steps: Sequence[Step], caches: Mapping[int, i
       caches: of each result of the program that is a cache, by its number, the elements of the
         least part whose copy counts, such as one layer of a device.
     """
-    memory, entry = program.same_memory(), program.computations[program.entry]
+    memory = program.same_memory()
+    entry = program.computations[program.entry]
     least: dict[Any, int] = {}
     for result, elements in caches.items():
         values = [(entry.name, entry.root.name, result)]
@@ -225,7 +228,9 @@ def cache_copies(program: Program, steps: Sequence[Step], caches: Mapping[int, i
     kinds = ("copy", "transpose", "all-gather", "dynamic-slice", "slice")
     copies = []
     for step in steps:
-        i, kind, at = step.instruction, step.instruction.kind, step.computation
+        i = step.instruction
+        kind = step.instruction.kind
+        at = step.computation
         if step.is_fused or i.opcode.endswith("-done"):
             continue
         made = i
@@ -278,11 +283,13 @@ def _size(arrays: Iterable[Array]) -> int:
 
 def _moved(program: Program, step: Step) -> tuple[int, int]:
     """Bytes that an instruction reads from HBM and writes to it."""
-    i, computation = step.instruction, step.computation
+    i = step.instruction
+    computation = step.computation
     if "AllocateBuffer" in i.attributes:
         return 0, 0
     fused = program.computations[i.called["calls"]] if i.opcode == "fusion" else None
-    read, operands = 0, [computation.instructions[n] for n in i.operands]
+    read = 0
+    operands = [computation.instructions[n] for n in i.operands]
     for index, operand in enumerate(operands):
         if len(operand.arrays) != 1 or not _is_in_hbm(operand.arrays[0]):
             continue

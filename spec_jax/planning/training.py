@@ -94,12 +94,14 @@ def train_memory(job: TrainJob) -> TrainMemory:
     model = lambda dtype: jax.eval_shape(
         lambda: init_params(job.target, jax.random.key(0), jnp.dtype(dtype))
     )
-    where, frozen = placement("the target", job.target, *over), 0
+    where = placement("the target", job.target, *over)
+    frozen = 0
     if job.head is None:
         trained = model("float32")
     else:
         frozen = device_bytes(model(job.dtype), where)
-        kind, layer = registry.kind_of(job.head), registry.layer_of(job.head)
+        kind = registry.kind_of(job.head)
+        layer = registry.layer_of(job.head)
         split = registry.objective_of(job.head, job.objective).split
         init = functools.partial(kind.head.init_params, job.head, jax.random.key(0), jnp.float32)
         trained = jax.eval_shape(lambda: split(init())[0])
@@ -131,7 +133,9 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     windows = jax.ShapeDtypeStruct((job.batch, job.length), jnp.int32, sharding=rows)
     if job.head is None:
         model = without_weights("model", job.target, "float32").on_mesh(mesh, where.axis_rules)
-        trained, frozen, batch = model.params, None, windows
+        trained = model.params
+        frozen = None
+        batch = windows
         init = lambda: init_params(job.target, jax.random.key(0))
         loss = functools.partial(standalone.lm_loss, config=job.target)
         step = functools.partial(train_step, objective=loss, optimizer=optimizer)

@@ -221,9 +221,12 @@ class Stack:
           attends: whether it reads the cache.
         """
         scorer = scorer or self
-        rows, item, size = setting.rows, setting.itemsize, setting.abstract_mesh.shape["tensor"]
+        rows = setting.rows
+        item = setting.itemsize
+        size = setting.abstract_mesh.shape["tensor"]
         context = setting.context if attends else 0
-        fed, logits = rows * tokens, rows * scored * scorer.vocab
+        fed = rows * tokens
+        logits = rows * scored * scorer.vocab
         maps = self.matrices + self.chosen * self.experts  # that a token is multiplied with
         flops = 2 * fed * maps + 2 * rows * scored * scorer.head
         flops += 2 * fed * self.queries * self.slot_bytes / item * context
@@ -265,7 +268,8 @@ def _cache_bytes(
             if jnp.issubdtype(x.dtype, jnp.floating)
         )
 
-    one, two = size(1), size(2)
+    one = size(1)
+    two = size(2)
     return two - one, 2 * one - two
 
 
@@ -284,12 +288,15 @@ def _stack(
     layer = layer_of(config) if is_head else config
     if is_head:
         parts = kind.head.parts_of(config)
-        table, layers = flat_table(parts[next(iter(parts)) if part is None else part]), []
+        table = flat_table(parts[next(iter(parts)) if part is None else part])
+        layers = []
         is_read = lambda name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread)
         outer = {name: p for name, p in table.items() if is_read(name)}
     else:
-        outer, layers = dict(outer_table(config)), layer_tables(config)
-    head, embed = outer.pop("head", None), outer.pop("embed", None)
+        outer = dict(outer_table(config))
+        layers = layer_tables(config)
+    head = outer.pop("head", None)
+    embed = outer.pop("embed", None)
     counts = head_counts(layer)
     local = lambda p: _local(p.axes, p.shape, mesh, axis_rules, counts)
 
@@ -308,8 +315,10 @@ def _stack(
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     uses = getattr(layer, "products_per_slot", 1)
     is_routed = lambda p: "{e}" in p.hf_name
-    routed, maps = [p for p in specs if is_routed(p)], [p for p in specs if p.is_linear or p.is_map]
-    num_experts, num_chosen = counts.get("experts", 1), getattr(layer, "num_experts_per_tok", 1)
+    routed = [p for p in specs if is_routed(p)]
+    maps = [p for p in specs if p.is_linear or p.is_map]
+    num_experts = counts.get("experts", 1)
+    num_chosen = getattr(layer, "num_experts_per_tok", 1)
     return Stack(
         matrices=sum(local(p) for p in maps if not is_routed(p)),
         experts=sum(map(local, routed)),

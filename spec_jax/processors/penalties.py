@@ -59,7 +59,8 @@ def _apply(penalties: Penalties, counts: TokenCounts, x_TV, drafted, is_before):
         return x - penalties.presence * (output > 0) - penalties.frequency * output
 
     penalised = penalty(x_TV, counts.output, counts.prompt | (counts.output > 0))
-    (T, V), K = x_TV.shape, len(drafted)
+    T, V = x_TV.shape
+    K = len(drafted)
     if K == 0:
         return penalised
     if is_before is None:

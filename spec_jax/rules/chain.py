@@ -68,9 +68,11 @@ def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     Lossless; accepts with probability sum(min(p, q)).
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; Chen et al., arXiv 2302.01318.
     """
-    p, is_draft = target.probs, proposal.is_offered
+    p = target.probs
+    is_draft = proposal.is_offered
     q = _draft_distribution(proposal, p.shape[-1])
-    p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
+    p_d = _at(p[:-1], proposal.tokens)
+    q_d = _at(q, proposal.tokens)
     n_accept = _leading((noise.uniforms * q_d < p_d) & is_draft)
     # After the row's last draft there is nothing to subtract: the token is the bonus token.
     q_next = jnp.where(n_accept < proposal.n_draft, q[jnp.minimum(n_accept, len(q) - 1)], 0.0)
@@ -85,10 +87,12 @@ def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     Lossless, and no lossless rule for one chain accepts more tokens on average.
     Source: Sun et al., arXiv 2403.10444, Algorithm 2.
     """
-    p, n_draft = target.probs, proposal.n_draft
+    p = target.probs
+    n_draft = proposal.n_draft
     q = _draft_distribution(proposal, p.shape[-1])
     K = proposal.tokens.shape[0]
-    p_d, q_d = _at(p[:-1], proposal.tokens), _at(q, proposal.tokens)
+    p_d = _at(p[:-1], proposal.tokens)
+    q_d = _at(q, proposal.tokens)
     ratio = jnp.where(p_d > 0, p_d / jnp.where(q_d > 0, q_d, 1.0), 0.0)
     reach = [jnp.float32(1.0)]
     for i in range(K):
@@ -177,7 +181,8 @@ def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> 
     Lossy: raw logits of two models share no scale.
     Source: the strategy of this name in Modular's MAX.
     """
-    ours, theirs = target.logits[:-1], proposal.logits
+    ours = target.logits[:-1]
+    theirs = proposal.logits
     is_rejected = _at(theirs, proposal.tokens) > _at(ours, proposal.tokens) + LOGIT_MARGIN
     return own_token(~is_rejected & proposal.is_offered, target.probs, proposal, noise)
 
@@ -204,7 +209,8 @@ def expected_match(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.A
     is_both = (p > 0) & (q > 0)
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), jnp.inf)
     order = jnp.argsort(ratio)
-    p_s, q_s = p[order], q[order]
+    p_s = p[order]
+    q_s = q[order]
     below_q = jnp.cumsum(q_s) - q_s
     from_p = p_s.sum() - (jnp.cumsum(p_s) - p_s)
     safe = lambda x: jnp.where(is_both[order], x, 1.0)

@@ -40,7 +40,8 @@ def by_shape(
       on_chain: serves proposals without ``parents``.
       on_tree: serves the others.
     """
-    chains, branched = batched(on_chain), batched(on_tree)
+    chains = batched(on_chain)
+    branched = batched(on_tree)
 
     @functools.wraps(on_chain)
     def accept(target, proposal, noise):

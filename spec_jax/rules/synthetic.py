@@ -47,7 +47,8 @@ def synthetic_rates(config: SyntheticConfig, num_draft: int) -> tuple[float, ...
     rate = config.acceptance_rate
     if rate in (0, 1):
         return (float(rate),) * K
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         b = (low + high) / 2
         mean = sum(b**i for i in range(1, K + 1)) / K

@@ -18,7 +18,8 @@ from spec_jax.sampling import argmax
 
 def _earlier_siblings(proposal: Proposal) -> jax.Array:
     """Returns bool[K,K]: entry [i, j] says that draft j is offered and tried before draft i."""
-    parents, index = proposal.parents, jnp.arange(len(proposal.parents))
+    parents = proposal.parents
+    index = jnp.arange(len(proposal.parents))
     is_sibling = parents[:, None] == parents
     return is_sibling & (index < index[:, None]) & proposal.is_offered
 
@@ -86,7 +87,9 @@ def deterministic_children(target: TargetScores, proposal: Proposal, noise: Nois
     Source: recursive rejection with a point mass for every child, as in EAGLE-2, arXiv
     2406.16858.
     """
-    p, tokens, parents = target.probs, proposal.tokens, proposal.parents
+    p = target.probs
+    tokens = proposal.tokens
+    parents = proposal.parents
     earlier = _earlier_siblings(proposal)
     is_again = (earlier & (tokens[:, None] == tokens)).any(axis=1)
     mass = jnp.where(is_again, 0.0, p[parents, tokens])
@@ -125,7 +128,8 @@ def recursive_rejection(target: TargetScores, proposal: Proposal, noise: Noise) 
 
     def try_child(i, carry):
         p, q, coins = carry
-        v, x = proposal.parents[i], proposal.tokens[i]
+        v = proposal.parents[i]
+        x = proposal.tokens[i]
         dist = _child_distribution(q[v], x)
         ratio = p[v, x] / jnp.maximum(dist[x], p[v, x])
         coin = jnp.where(p[v, x] > 0, jnp.minimum(1.0, ratio), 0.0)
@@ -164,8 +168,11 @@ def traversal(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict
     block verification.
     Source: Traversal Verification, arXiv 2505.12398, Algorithm 2.
     """
-    parents, tokens, paths = proposal.parents, proposal.tokens, proposal.paths
-    K, V = len(tokens), target.logits.shape[-1]
+    parents = proposal.parents
+    tokens = proposal.tokens
+    paths = proposal.paths
+    K = len(tokens)
+    V = target.logits.shape[-1]
     order = _leaves_first(proposal)
     q = jnp.zeros((K, V)) if proposal.probs is None else proposal.probs  # no mass: free choices
     depths = paths.sum(axis=1) - 1
@@ -174,7 +181,8 @@ def traversal(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict
         """Sets the weight of a node that is visited for the first time."""
         w, is_entered, p, q = carry
         i = node - 1
-        v, x = parents[i], tokens[i]
+        v = parents[i]
+        x = tokens[i]
         dist = _child_distribution(q[v], x)
         ratio = w[v] * p[v, x] / jnp.where(dist[x] > 0, dist[x], 1.0)
         weight = jnp.where(p[v, x] > 0, jnp.minimum(1.0, ratio), 0.0)
@@ -185,7 +193,9 @@ def traversal(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict
     def take_leaf(step, carry):
         w, is_entered, p, q, coins = carry
         i = order[step]
-        node, v, x = i + 1, parents[i], tokens[i]
+        node = i + 1
+        v = parents[i]
+        x = tokens[i]
         for level in range(1, proposal.depth + 1):
             on_way = jnp.where(paths[node] & (depths == level), jnp.arange(K + 1), 0).max()
             w, is_entered, p, q = enter(on_way, (w, is_entered, p, q))

@@ -200,7 +200,8 @@ class _Run:
     def afresh(self, state: DecodeState) -> DecodeState:
         """The state of which target and drafter were prefilled with the same tokens."""
         rows = zip(np.asarray(state.tokens), np.asarray(state.length), self.samplers)
-        prompts, samplers = [], []
+        prompts = []
+        samplers = []
         for tokens, length, sampler in rows:
             prompts.append(tokens[:length].tolist())
             pending = ((int(tokens[length]), _SURE),)  # prefill draws it again
@@ -224,7 +225,8 @@ class _Run:
             raise ConformanceError(f"{self.name(check)} {when}: {difference}")
 
     def name(self, check: str) -> str:
-        drafter, rule = self.system.drafter, self.system.rule
+        drafter = self.system.drafter
+        rule = self.system.rule
         return f"{check} of drafter {drafter.name!r} with rule {rule.name!r},"
 
 
@@ -236,7 +238,8 @@ def outputs(state: DecodeState) -> list[list[int]]:
 
 def _difference(ours, theirs, rows) -> str | None:
     """Says where drafts or scores differ in one of these rows; None: nowhere."""
-    (a, p), (b, q) = ours, theirs
+    a, p = ours
+    b, q = theirs
     for row in range(len(a.tokens))[rows]:
         if a.n_draft[row] != b.n_draft[row]:
             return f"row {row} has {a.n_draft[row]} drafts in place of {b.n_draft[row]}"
@@ -251,7 +254,8 @@ def _difference(ours, theirs, rows) -> str | None:
             off = np.abs(a.probs[row][nodes] - b.probs[row][nodes])
             if not (off < 1e-4).all():
                 return f"row {row}: the distributions of its drafts differ by {off.max():.1e}"
-        x, y = p.logits[row, : n + 1], q.logits[row, : n + 1]
+        x = p.logits[row, : n + 1]
+        y = q.logits[row, : n + 1]
         if not np.allclose(x, y, rtol=1e-4, atol=1e-4):
             off = np.abs(np.where(x == y, 0, x - y)).max()
             return f"row {row}: the target's logits differ by {off:.1e}"
@@ -260,7 +264,8 @@ def _difference(ours, theirs, rows) -> str | None:
 
 def _check_tokens(run: _Run) -> None:
     """Tokens are those of plain decoding, and each has a kind."""
-    state, rule = run.states[-1], run.system.rule
+    state = run.states[-1]
+    rule = run.system.rule
     total = np.asarray(state.total - state.prompt_length)
     if (np.asarray(state.finish) != Finish.LENGTH).any() or total.tolist() != run.limits:
         reasons = [Finish(int(x)).name.lower() for x in state.finish]
@@ -283,7 +288,8 @@ def _check_tokens(run: _Run) -> None:
 
 def _check_acceptance(run: _Run) -> None:
     """Rounds accept some drafts and not others: otherwise the other checks show little."""
-    is_some, is_cut = any(run.lengths[1:]), any(run.lengths[:-1])
+    is_some = any(run.lengths[1:])
+    is_cut = any(run.lengths[:-1])
     if not (is_some and is_cut):
         what = "every draft" if is_some else "no draft"
         raise ConformanceError(
@@ -314,7 +320,9 @@ def _check_rows(run: _Run) -> None:
 def _check_insert(run: _Run) -> None:
     """A row that is inserted drafts as where it was prefilled, and the others as before."""
     copy = functools.partial(jax.tree.map, jnp.copy)
-    at, row, source = len(run.states) // 2, 1, 3
+    at = len(run.states) // 2
+    row = 1
+    source = 3
     state = run.engine.insert(copy(run.states[at]), row, copy(run.states[0]), source)
     expected = jax.tree.map(
         lambda x, new: np.concatenate([x[:row], new[source:][:1], x[row + 1 :]]),
@@ -353,7 +361,8 @@ def _check_idle(run: _Run) -> None:
     drafter = run.system.drafter
     if drafter.tree is not None:
         return  # K is the number of nodes
-    idle, state = system_of(run.system, 0), run.states[1]
+    idle = system_of(run.system, 0)
+    state = run.states[1]
     for _ in range(3):
         state = run.round(run.ask(state, idle), idle)
     if drafter.catch_up is not None:
@@ -395,7 +404,8 @@ def _check_generate(run: _Run) -> None:
 
 def _check_queue(run: _Run) -> None:
     """A queue that refills rows gives each prompt what a call gives it."""
-    one, B = run.samplers[0], len(run.prompts)
+    one = run.samplers[0]
+    B = len(run.prompts)
     prompts = [*run.prompts, *run.prompts[:2]]
     seeds = [one.seed + i for i in range(B + 2)]
     rows = DecodeQueue(
@@ -416,7 +426,8 @@ def _check_queue(run: _Run) -> None:
 
 def _check_samples(run: _Run) -> None:
     """Several samples of a prompt are those of as many rows with that prompt."""
-    one, two = run.samplers[0], run.prompts[:2]
+    one = run.samplers[0]
+    two = run.prompts[:2]
     options = dict(sampler=one, seeds=[5, 6, 5, 7])
     rows = _call(run, two, num_samples=2, **options)
     expected = _call(run, [two[0], two[0], two[1], two[1]], **options)

@@ -26,7 +26,8 @@ class ToyCache:
     def commit(self, n, path=None):
         tokens = self.tokens
         if path is not None:
-            rows, front = jnp.arange(len(n))[:, None], jnp.arange(path.shape[1])
+            rows = jnp.arange(len(n))[:, None]
+            front = jnp.arange(path.shape[1])
             slots = self.length[:, None]
             tokens = tokens.at[rows, slots + front].set(tokens[rows, slots + path])
         return self.replace(tokens=tokens, length=self.length + n)

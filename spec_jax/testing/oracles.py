@@ -166,7 +166,8 @@ def goodness_of_fit(observed: np.ndarray, dist: np.ndarray) -> float:
     """
     observed, dist = np.ravel(observed), np.ravel(dist)
     is_other = np.arange(len(dist)) != dist.argmax()
-    total, rest = observed.sum(), dist[is_other].sum()
+    total = observed.sum()
+    rest = dist[is_other].sum()
     if total * rest >= 5:
         return chi_square(observed, dist)
     if observed[dist <= 0].any():
@@ -197,7 +198,8 @@ def chi_square(observed: np.ndarray, dist: np.ndarray) -> float:
     if n_alone == 0:
         raise ValueError(f"{observed.sum()} observations are too few to test any outcome")
     pooled = lambda x: np.append(x[:n_alone], x[n_alone:].sum())
-    e, o = pooled(expected), pooled(observed)
+    e = pooled(expected)
+    o = pooled(observed)
     if e[-1] < 5:  # the remainder joins the rarest outcome that stands alone
         e = np.append(e[:-2], e[-2:].sum())
         o = np.append(o[:-2], o[-2:].sum())

@@ -95,7 +95,8 @@ class Blocks:
     ) -> tuple[jax.Array, Blocks]:
         """Computes the attention of a layer, see ``layers.attend_window``."""
         del window
-        A, S = self.anchors.shape[1], self.config.block_size
+        A = self.anchors.shape[1]
+        S = self.config.block_size
         keys, values = self.context[index]
         W, scale = keys.shape[2], q_BTNH.shape[-1] ** -0.5 if scale is None else scale
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -115,7 +116,8 @@ class Blocks:
 
         In a layer with a window only the positions that are nearer than its size.
         """
-        size, row = self.config.windows[index], jnp.arange(self.config.block_size)
+        size = self.config.windows[index]
+        row = jnp.arange(self.config.block_size)
         anchor = self.anchors[:, :, None, None]
         token = jnp.broadcast_to(jnp.arange(num_tokens), (*anchor.shape[:3], num_tokens))
         position = jnp.concatenate([token, anchor + row], axis=-1)  # of the keys

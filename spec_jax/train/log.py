@@ -46,7 +46,8 @@ class Log:
     """
 
     def __init__(self, folder: pathlib.Path, first_step: int, num_steps: int):
-        self._path, self._before_s = folder / "metrics.jsonl", 0.0
+        self._path = folder / "metrics.jsonl"
+        self._before_s = 0.0
         self._is_writer = processes.is_writer()
         if not self._is_writer:
             return

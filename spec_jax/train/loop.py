@@ -39,7 +39,8 @@ class Preemption:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self.asked_by, self._asked_s = "", -math.inf
+        self.asked_by = ""
+        self._asked_s = -math.inf
         self._old: dict[int, Any] = {}
 
     @property
@@ -57,9 +58,11 @@ class Preemption:
         if number == signal.SIGTERM:
             self.asked_by = "SIGTERM"
             return
-        is_first, now_s = self._asked_s == -math.inf, self._clock()
+        is_first = self._asked_s == -math.inf
+        now_s = self._clock()
         if is_first:
-            self.asked_by, self._asked_s = "Ctrl-C", now_s
+            self.asked_by = "Ctrl-C"
+            self._asked_s = now_s
             with contextlib.suppress(OSError):  # print is not safe in a signal handler
                 os.write(2, b"\nCtrl-C: saving and ending; again: ending at once\n")
         elif now_s - self._asked_s > _SAME_S:
@@ -80,10 +83,12 @@ class _Figures:
     """
 
     def __init__(self, describe_batch: Callable[[int], str], checkpoints: Checkpoints):
-        self._describe_batch, self._checkpoints = describe_batch, checkpoints
+        self._describe_batch = describe_batch
+        self._checkpoints = checkpoints
         self._pending: list[tuple[int, dict]] = []
         self._read: list[dict] = []
-        self._num_tokens, self._began_s = 0, time.monotonic()
+        self._num_tokens = 0
+        self._began_s = time.monotonic()
 
     def add(self, done: int, figures: dict, num_tokens: int) -> None:
         """Adds the figures of the step after which ``done`` steps are done."""
@@ -113,7 +118,8 @@ class _Figures:
         means = merge(*self._read)
         rate = round(self._num_tokens / (time.monotonic() - self._began_s))
         self._read.clear()
-        self._num_tokens, self._began_s = 0, time.monotonic()
+        self._num_tokens = 0
+        self._began_s = time.monotonic()
         return means, rate
 
     @contextlib.contextmanager
@@ -169,7 +175,8 @@ def train_loop(
     Raises:
       TrainingError: A loss or gradient is not finite, or a checkpoint could not be written.
     """
-    figures, saved_s = _Figures(describe_batch, checkpoints), time.monotonic()
+    figures = _Figures(describe_batch, checkpoints)
+    saved_s = time.monotonic()
     first = int(state.step)
     with Preemption() as preemption:
         for step in range(first, num_steps):
@@ -181,7 +188,8 @@ def train_loop(
                 jax.block_until_ready(of_step)
                 log.begin(done)
             figures.add(done, of_step, tokens_per_step(batch))
-            is_last, is_asked = done == num_steps, preemption.is_asked
+            is_last = done == num_steps
+            is_asked = preemption.is_asked
             is_due = time.monotonic() - saved_s > checkpoint_every_s
             if processes.count() > 1:
                 is_agreed = done % log_every == 0 or is_last

@@ -175,7 +175,8 @@ def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array
     """
     T = drafts[0].shape[1]
     is_reached = jnp.ones(drafts[0].shape, bool)
-    reached, hits = [], []
+    reached = []
+    hits = []
     for step, (draft, weight) in enumerate(zip(drafts, weights)):
         is_reached &= weight
         reached.append(is_reached.sum())

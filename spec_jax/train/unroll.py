@@ -58,7 +58,8 @@ class UnrolledCache:
     ) -> tuple[jax.Array, UnrolledCache]:
         """Computes the attention of one step's rows, see ``layers.attend_window``."""
         del index  # there is one layer
-        step, new = window.offset, (k_BGTH, v_BGTH)
+        step = window.offset
+        new = (k_BGTH, v_BGTH)
         if not self.true:
             out = causal_attention(q_BTNH, *new, scale=scale, begins=self.begins)
             return out, self.replace(true=new)
@@ -72,7 +73,8 @@ class UnrolledCache:
 
 def _attend_unrolled(q_BTNH, true, later, step, scale, begins):
     """One softmax over the rows of step 0 up to each row, and its own row of later steps."""
-    (k, v), (own_k, own_v) = true, later
+    k, v = true
+    own_k, own_v = later
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     q = grouped(q_BTNH, k.shape[1])
     highest, total, out = causal_parts(q, k, v, scale=scale, begins=begins)
@@ -81,7 +83,8 @@ def _attend_unrolled(q_BTNH, true, later, step, scale, begins):
     is_before = jnp.arange(len(own)) < step
     own = jnp.where(is_before[:, None, None, None, None], own, -1e30)
     high = jnp.maximum(highest, jax.lax.stop_gradient(own).max(axis=0))
-    kept, weights = jnp.exp(highest - high), jnp.exp(own - high)
+    kept = jnp.exp(highest - high)
+    weights = jnp.exp(own - high)
     total = total * kept + weights.sum(axis=0)
     out = out * kept[..., None] + product("jbgrt,jbgth->bgrth", weights.astype(v.dtype), own_v)
     return ungrouped(out / total[..., None])
@@ -130,7 +133,8 @@ def unroll(
       dtype[K,B,T,D]. Row t of step j (from 0) predicts token t + 2 + j. The last j rows
       of step j are meaningless, as the tokens that they join lie outside of the window.
     """
-    B, T = tokens.shape[0], tokens.shape[1] - 2
+    B = tokens.shape[0]
+    T = tokens.shape[1] - 2
     policy = _SUMS if is_remat else _PRODUCTS
     feed = jax.checkpoint(head.feed, policy=policy, prevent_cse=num_steps == 1)
 

@@ -58,7 +58,8 @@ class ViewCache:
     ):
         if max_bytes < 0:
             raise ConfigError(f"max_bytes is {max_bytes}; expected 0 or more")
-        self.folder, self._placement = pathlib.Path(folder), placement
+        self.folder = pathlib.Path(folder)
+        self._placement = placement
         self.folder.mkdir(parents=True, exist_ok=True)
         used = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         self._left = (max_bytes - used) // processes.count()  # a share for each process
@@ -93,7 +94,8 @@ class ViewCache:
 
     def _read(self, path, batch: int) -> dict[int, dict[str, np.ndarray]] | None:
         """The rows of this process; None if one cannot be read."""
-        where, mine = self._placement.rows((batch,)), [slice(None)]
+        where = self._placement.rows((batch,))
+        mine = [slice(None)]
         if where is not None:
             mine = [index[0] for index in where.addressable_devices_indices_map((batch,)).values()]
         rows = {row for part in mine for row in range(batch)[part]}

@@ -70,7 +70,8 @@ def _candidates(
     questions: set[str] = set()
     of_category: dict[str, int] = {}
     for line in lines:
-        question, category = str(line["question"]), str(line.get("category") or "")
+        question = str(line["question"])
+        category = str(line.get("category") or "")
         questions.add(question)
         if question not in found:
             if of_category.get(category, 0) >= _CANDIDATES and not _has_probs(line):
@@ -109,7 +110,8 @@ class _Packed:
 
     def _number(self, name: str, value: Any) -> int:
         """Where a value stands in its list; it is appended if it is new."""
-        numbers, text = self._lists[name], json.dumps(value)
+        numbers = self._lists[name]
+        text = json.dumps(value)
         if text not in numbers:
             numbers[text] = len(numbers)
             self.size += len(text)
@@ -140,7 +142,8 @@ class _Packed:
         self._number("units", unit)
 
     def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        kinds, pieces = turn["kinds"][:MAX_TOKENS], turn["pieces"][:MAX_TOKENS]
+        kinds = turn["kinds"][:MAX_TOKENS]
+        pieces = turn["pieces"][:MAX_TOKENS]
         n = min(len(kinds), len(pieces))
         part = lambda name: list(turn.get(name) or ())[:n]
         text = {"ids": part("tokens"), "pieces": [_cut(p or "", _MAX_PIECE) for p in pieces[:n]]}
@@ -178,7 +181,8 @@ class _Packed:
 
 def _letters(kinds: Sequence[str], offered: Sequence[int]) -> str:
     """Returns a letter for each token; a bonus of a round without drafts is the target's own."""
-    letters, count = [], None
+    letters = []
+    count = None
     for kind, drafts in itertools.zip_longest(kinds, offered, fillvalue=-1):
         count = drafts if drafts >= 0 else count
         letters.append(_LETTERS["target" if kind == "bonus" and count == 0 else kind])

@@ -58,7 +58,9 @@ def stacked(parts: Sequence[float], mark: float, top: float, title: str) -> Mark
       top: The end of the line, which other rows share.
       title: The alternative text.
     """
-    width, begin, shapes = 240, 0.0, []
+    width = 240
+    begin = 0.0
+    shapes = []
     for number, part in enumerate(parts):
         rect = '<rect class="stage s{}" x="{}" y="3" width="{}" height="12"/>'
         shapes.append(_at(rect, number % 3, width * begin / top, width * part / top))

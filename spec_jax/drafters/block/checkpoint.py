@@ -36,7 +36,8 @@ _KEYS = {  # of config.json, that state the sizes of dimensions which no layer o
 }
 _COPIES = ("embed_tokens.weight", "lm_head.weight")
 # Two copies of one embedding may differ by their rounding to bfloat16 or float16.
-_RTOL, _ATOL = 2.0**-8, 2.0**-24
+_RTOL = 2.0**-8
+_ATOL = 2.0**-24
 
 
 def file_names(config: BlockConfig, prefix: str = "") -> dict[str, tuple[str, ParamSpec]]:
@@ -138,7 +139,8 @@ def _drop_copies(directory, tensors: StrictReader, target: LoadedModel, notes) -
     for name in _COPIES:
         if name not in tensors.left:
             continue
-        stored, ours = tensors.tensor(name), _end(target, name)
+        stored = tensors.tensor(name)
+        ours = _end(target, name)
         whole = np.asarray(stored.read_whole(), np.float32)
         is_copy = whole.shape == ours.shape and np.allclose(whole, ours, rtol=_RTOL, atol=_ATOL)
         if not is_copy:
@@ -181,12 +183,14 @@ def write_head(
       ConfigError: the format cannot express the head's config.
       WeightsError: a weight is missing or has another shape.
     """
-    config, params = head.config, head.params
+    config = head.config
+    params = head.params
     format = formats.pick_format(config, target, format, num_speculative_tokens)
     hf = formats.head_json(config, format, target.config, num_speculative_tokens, target.name)
     check_weights(params, shapes_of(block_table(config)), "")
     dtype = jnp.dtype(params["norm"].dtype if dtype is None else dtype)
-    stored, names = {}, file_names(config, FORMATS[format].prefix)
+    stored = {}
+    names = file_names(config, FORMATS[format].prefix)
     for name, (file_name, spec) in names.items():
         place = params
         for key in name.split("."):

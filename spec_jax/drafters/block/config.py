@@ -62,7 +62,9 @@ class BlockConfig:
     __repr__ = short_repr()
 
     def __post_init__(self):
-        M, layer, V = self.layer.num_hidden_layers, self.layer, self.target_vocab_size
+        M = self.layer.num_hidden_layers
+        layer = self.layer
+        V = self.target_vocab_size
         for name, what in _LISTS.items():
             values = getattr(self, name)
             is_list = isinstance(values, (list, tuple))
@@ -74,7 +76,8 @@ class BlockConfig:
             message = f"{name} are {shown(values)}; expected one for each of {M} layers"
             require(len(values) == M, message)
         require(not layer.scan_layers, "scan_layers is set; a head's layers are apart")
-        D, width = layer.hidden_size, self.target_hidden_size
+        D = layer.hidden_size
+        width = self.target_hidden_size
         require(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
         require(layer.vocab_size == V, f"the layers have {layer.vocab_size} ids, the target {V}")
         require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
@@ -82,7 +85,8 @@ class BlockConfig:
         require(are_taps, f"taps are {shown(self.taps)}; expected {_LISTS['taps']}")
         are_flags = all(isinstance(flag, bool) for flag in self.is_causal)
         require(are_flags, f"is_causal is {shown(self.is_causal)}; expected {_LISTS['is_causal']}")
-        is_flag, message = isinstance(self.is_anchor_first, bool), "; expected True or False"
+        is_flag = isinstance(self.is_anchor_first, bool)
+        message = "; expected True or False"
         require(is_flag, f"is_anchor_first is {shown(self.is_anchor_first)}{message}")
         is_mask = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < V
         require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
@@ -201,10 +205,12 @@ class DFlash2Config(BlockConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        D, V = self.layer.hidden_size, self.target_vocab_size
+        D = self.layer.hidden_size
+        V = self.target_vocab_size
         most = {"conv_kernel_size": self.block_size, "conv_group_size": D, "selector_top_k": V}
         for name in (*most, "selector_rank"):
-            value, limit = getattr(self, name), most.get(name, math.inf)
+            value = getattr(self, name)
+            limit = most.get(name, math.inf)
             is_size = is_integer(value) and 0 < value <= limit
             require(is_size, f"{name} is {value!r}; expected an integer from 1 to {limit}")
         is_divided = D % self.conv_group_size == 0
@@ -234,7 +240,8 @@ class DSparkConfig(BlockConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        rank, kind = self.markov_rank, self.markov_head_type
+        rank = self.markov_rank
+        kind = self.markov_head_type
         message = f"markov_rank is {rank!r}; expected 1 or more: a head without this bias is DFlash"
         require(is_integer(rank) and rank > 0, message)
         known = ", ".join(MARKOV_TYPES)

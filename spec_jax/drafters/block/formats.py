@@ -32,9 +32,13 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
 from spec_jax.models.config import ModelConfig, with_attention
 
-Z_LAB, DEEPSPEC, TREEFLASH, SPECULATORS = "z-lab", "DeepSpec", "TreeFlash", "speculators"
+Z_LAB = "z-lab"
+DEEPSPEC = "DeepSpec"
+TREEFLASH = "TreeFlash"
+SPECULATORS = "speculators"
 OLDER = "logit_head."  # what the names of a step's tensors begin with in older files of DSpark
-_LAYER, _IDS = "transformer_layer_config", "target_layer_ids"
+_LAYER = "transformer_layer_config"
+_IDS = "target_layer_ids"
 _INNER = ("dflash_config", "treeflash_config", _LAYER)
 OVERRIDES = ("taps", "block_size", "is_anchor_first", "is_causal", "windows")
 # What some drafts of this family have and this model has not; by config.json's key the value that
@@ -264,7 +268,8 @@ def _visibility(hf, format, kind, layer, notes):
     """Windows and causality of each layer."""
     M = layer.num_hidden_layers
     inner = stated_object(hf, "dflash_config")
-    kinds, size = _stated(hf, "layer_types"), _stated(hf, "sliding_window")
+    kinds = _stated(hf, "layer_types")
+    size = _stated(hf, "sliding_window")
     use_swa = stated_flag(inner, "use_swa")
     if use_swa and inner.get("swa_window_size") is not None:
         size = inner["swa_window_size"]
@@ -339,7 +344,8 @@ def head_json(
     own = {"mask_token_id": config.mask_token_id}
     hf: dict[str, Any] = {"architectures": [FORMATS[format].architectures[config.name]]}
     if isinstance(config, DSparkConfig):
-        own["markov_rank"], own["markov_head_type"] = config.markov_rank, config.markov_head_type
+        own["markov_rank"] = config.markov_rank
+        own["markov_head_type"] = config.markov_head_type
         own["enable_confidence_head"] = config.has_confidence
         own["confidence_head_with_markov"] = config.confidence_with_markov
     elif isinstance(config, DFlash2Config):
@@ -398,7 +404,8 @@ def _check_is_read(hf, config: BlockConfig, format: str, target: Any) -> None:
     read = dataclasses.replace(read, layer=with_attention(read.layer, "auto"))
     for prefix, a, b in (("layer.", expected.layer, read.layer), ("", expected, read)):
         for field in dataclasses.fields(a):
-            value, read_value = getattr(a, field.name), getattr(b, field.name)
+            value = getattr(a, field.name)
+            read_value = getattr(b, field.name)
             if value != read_value:
                 raise ConfigError(
                     f"{prefix}{field.name} is {value!r}; in the format {format} it would be read "

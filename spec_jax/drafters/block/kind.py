@@ -28,7 +28,8 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
 from spec_jax.tree import AnyTree
 
-_CONTEXT, _STEP = ("fc", "context_norm"), ("step.*", "confidence*")
+_CONTEXT = ("fc", "context_norm")
+_STEP = ("step.*", "confidence*")
 _BLOCK = ("attention_norm", "q", "q_*", "o", "o_*", "mlp_norm", "gate", "up", "down", "*_conv*")
 
 
@@ -98,6 +99,7 @@ def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
     )
 
 
-DFLASH, TREEFLASH = _kind(DFlashConfig), _kind(TreeFlashConfig)
+DFLASH = _kind(DFlashConfig)
+TREEFLASH = _kind(TreeFlashConfig)
 DSPARK = _kind(DSparkConfig, "markov_rank")
 DFLASH2 = _kind(DFlash2Config, *SIZES_2)

@@ -42,7 +42,8 @@ def block_table(config: BlockConfig) -> dict[str, Any]:
 
     In a checkpoint "layers.{i}." is the prefix of a layer's tensors.
     """
-    D, E = config.layer.hidden_size, len(config.taps) * config.target_hidden_size
+    D = config.layer.hidden_size
+    E = len(config.taps) * config.target_hidden_size
     table: dict[str, Any] = {}
     linear_specs(table, "fc", E, D, ("features", "embed"), "fc")
     table |= {"context_norm": norm_spec(D, "hidden_norm"), "norm": norm_spec(D, "norm")}
@@ -52,7 +53,8 @@ def block_table(config: BlockConfig) -> dict[str, Any]:
         table["step"] = step
     if getattr(config, "has_confidence", False):
         width = D + (config.markov_rank if config.confidence_with_markov else 0)
-        axes, name = ("embed", "one"), "confidence_head.proj"
+        axes = ("embed", "one")
+        name = "confidence_head.proj"
         linear_specs(table, "confidence", width, 1, axes, name, has_bias=True)
     return table
 
@@ -62,12 +64,14 @@ def conv_table(config: BlockConfig) -> dict[str, Any]:
     table: dict[str, Any] = {}
     if not isinstance(config, DFlash2Config):
         return table
-    D, taps = config.layer.hidden_size, config.conv_kernel_size
+    D = config.layer.hidden_size
+    taps = config.conv_kernel_size
     for name in ("attention_conv", "mlp_conv"):
         hf = f"model.layers.{{i}}.{name}"
         axes = ("side", "reach", "embed")
         table[f"{name}_base"] = ParamSpec((2, taps, D), axes, f"{hf}.base_kernel", init="first tap")
-        size, axes = 2 * taps * (D // config.conv_group_size), ("embed", "taps")
+        size = 2 * taps * (D // config.conv_group_size)
+        axes = ("embed", "taps")
         linear_specs(table, name, D, size, axes, f"{hf}.kernel_projection", init="zeros")
     return table
 
@@ -86,7 +90,8 @@ def block_layer(
     In DFlash 2 attention and feed-forward part each stand between two convolutions. Other
     arguments and what is returned are those of ``layers.attention``.
     """
-    shape, eps = config.layer, config.layer.rms_norm_eps
+    shape = config.layer
+    eps = config.layer.rms_norm_eps
     if not isinstance(config, DFlash2Config):
         return decoder_layer(layer, x, cache, index, window, shape)
     h = rms_norm(x, layer["attention_norm"], eps)
@@ -103,7 +108,8 @@ def _convolutions(layer, name, h, config, width):
 
     A channel's taps are its own, and what the token's state adds for its group.
     """
-    taps, size = config.conv_kernel_size, config.conv_group_size
+    taps = config.conv_kernel_size
+    size = config.conv_group_size
     added = linear(h, layer, name).reshape(*h.shape[:2], 2, taps, -1)
     kernel = layer[f"{name}_base"] + jnp.repeat(added, size, axis=-1)  # [B,T,2,taps,D]
 
@@ -171,7 +177,8 @@ def block_states(
 
 def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
     """What the layers of each sort see of the slots."""
-    index, windows = jnp.arange(T), {}
+    index = jnp.arange(T)
+    windows = {}
     at = cache.length[:, None] + index
     for size, is_causal in dict.fromkeys(zip(config.windows, config.is_causal)):
         ahead = index - index[:, None]  # of each token, how far each other one is

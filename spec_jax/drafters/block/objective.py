@@ -83,10 +83,13 @@ def states_at(
     Returns:
       dtype[B,A,K,D], the states before the final norm that draft k is scored from.
     """
-    (B, A), S, layer = anchors.shape, config.block_size, config.layer
+    B, A = anchors.shape
+    S = config.block_size
+    layer = config.layer
     cache = Blocks(context, anchors, config, origins(begins, anchors))
     window = Window.after(layer, None, B, A * S, positions=cache.positions)
-    begin, masks = slots(tokens, anchors, 0, 1), ((0, 0), (0, 0), (0, S - 1))
+    begin = slots(tokens, anchors, 0, 1)
+    masks = ((0, 0), (0, 0), (0, S - 1))
     block = jnp.pad(begin, masks, constant_values=config.mask_token_id).reshape(B, A * S)
     x = embed_tokens(params["target"]["embed"], block).astype(params["head"]["norm"].dtype)
     for i in range(layer.num_hidden_layers):
@@ -207,7 +210,8 @@ def block_loss(
     reads_target = has_every_anchor or max(target_weight, l1_weight, confidence_weight) > 0
 
     def chunk(params, _, rest):
-        (head, context), (anchors, is_kept) = params, rest
+        head, context = params
+        anchors, is_kept = rest
         params = {"head": head, "target": target}
         given = batch.tokens, anchors, context, config, batch.begins
         x = states_at(params, *given, is_remat=is_remat)

@@ -121,19 +121,23 @@ def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _markov_table(config: DSparkConfig) -> dict[str, ParamSpec]:
-    D, V, r = config.layer.hidden_size, config.target_vocab_size, config.markov_rank
+    D = config.layer.hidden_size
+    V = config.target_vocab_size
+    r = config.markov_rank
     name = "markov_head.markov_w1.weight"
     table = {"embed": ParamSpec((V, r), ("vocab", "rank"), name)}
     linear_specs(table, "out", r, V, ("rank", "vocab"), "markov_head.markov_w2")
     if config.markov_head_type == "gated":
-        axes, name = ("embed", "rank"), "markov_head.gate_proj"
+        axes = ("embed", "rank")
+        name = "markov_head.gate_proj"
         linear_specs(table, "gate", D + r, r, axes, name, has_bias=True)
     return table
 
 
 def _markov(params, base, x, token, config, target):
     """A bias W2 W1[token]; if it is gated, by the state and the token before."""
-    head, step = params["head"], params["head"]["step"]
+    head = params["head"]
+    step = params["head"]["step"]
     e = _embedded(step["embed"], token)
     if config.markov_head_type == "gated":
         e = e * jax.nn.sigmoid(linear(_beside(normed(head, x, config), e), step, "gate"))
@@ -141,7 +145,9 @@ def _markov(params, base, x, token, config, target):
 
 
 def _pairs_table(config: DFlash2Config) -> dict[str, ParamSpec]:
-    D, V, r = config.layer.hidden_size, config.target_vocab_size, config.selector_rank
+    D = config.layer.hidden_size
+    V = config.target_vocab_size
+    r = config.selector_rank
     name = lambda which: f"candidate_selector.{which}_codebook"
     table = {which: ParamSpec((V, r), ("vocab", "rank"), name(which)) for which in _CODEBOOKS}
     table["successor"] = table["successor"]._replace(init="zeros")
@@ -160,7 +166,8 @@ def _pairs(params, base, x, token, config, target):
 
 
 def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:
-    D, F = config.layer.hidden_size, config.layer.intermediate_size
+    D = config.layer.hidden_size
+    F = config.layer.intermediate_size
     table = {"norm": norm_spec(D, "ar_approximation.norm")}
     axes = ("features", "mlp")
     linear_specs(table, "ug", 2 * D, 2 * F, axes, "ar_approximation.ug", has_bias=True)
@@ -170,7 +177,8 @@ def _swiglu_table(config: TreeFlashConfig) -> dict[str, ParamSpec]:
 
 def _swiglu(params, base, x, token, config, target):
     """Scores the state again, with a gated map of [embedding of the token before; state] added."""
-    head, step = params["head"], params["head"]["step"]
+    head = params["head"]
+    step = params["head"]["step"]
     e = _embedded(params["target"]["embed"], token).astype(x.dtype)
     h = _beside(rms_norm(e, step["norm"], _EPS), normed(head, x, config))
     up, gate = jnp.split(linear(h, step, "ug"), 2, axis=-1)

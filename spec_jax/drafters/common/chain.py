@@ -35,7 +35,8 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
     is_argmax = _is_cold(context) and not context.has_probs
 
     def run(context, logits, node):
-        sampler, start = context.sampler, context.length
+        sampler = context.sampler
+        start = context.length
         rows = logits[:, None]
         processed = process(rows, sampler, is_argmax=is_argmax)[:, 0]
         if context.gumbel is not None:

@@ -84,7 +84,8 @@ def sequential_drafter(modules: Modules) -> Drafter:
 
     Each draft takes one pass, except the first: the refresh after a round has computed it.
     """
-    num_modules, num_kept = modules.num_modules, max(modules.num_modules - 1, 1)
+    num_modules = modules.num_modules
+    num_kept = max(modules.num_modules - 1, 1)
 
     def feed(params, index, state, tokens, cache):
         with jax.named_scope("draft_pass"):
@@ -99,7 +100,9 @@ def sequential_drafter(modules: Modules) -> Drafter:
 
     def refresh(params, state, tokens, n, features, path=None):
         """Feeds true tokens to every module and keeps the first n (i32[B]) slots."""
-        x, cache, kept = features.astype(state.last.dtype), state.cache, []
+        x = features.astype(state.last.dtype)
+        cache = state.cache
+        kept = []
         at = jnp.maximum(n - 1, 0)[:, None, None]
         for index in range(num_modules):
             if index > 0:
@@ -118,7 +121,8 @@ def sequential_drafter(modules: Modules) -> Drafter:
 
     def propose(params, state, context: Context, num_draft: int):
         check_num_draft(num_draft, num_modules)
-        drafted, cache = Drafted.none(context, num_draft, modules.vocab_size), state.cache
+        drafted = Drafted.none(context, num_draft, modules.vocab_size)
+        cache = state.cache
         own = state.last[:, :0]  # of the module at hand, in slots n and on
         x = state.last[:, 0]
         for index in range(num_draft):

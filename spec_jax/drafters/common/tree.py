@@ -27,10 +27,13 @@ class _Grown:
     """The drafts that have been fed so far, and which of them the last level sees."""
 
     def __init__(self, logits, carry, advance: Advance, context: Context):
-        self.logits, self.carry = logits[:, None], carry  # after the root
+        # after the root
+        self.logits = logits[:, None]
+        self.carry = carry
         self.fed = jnp.zeros((len(logits), 0), jnp.int32)
         self.seen = np.zeros((1, 1, 0), bool)
-        self._advance, self._context = advance, context
+        self._advance = advance
+        self._context = context
 
     def feed(self, tokens, parent) -> None:
         """Feeds one level; ``parent`` i32[B|1,W] counts in the level fed before."""
@@ -174,13 +177,16 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     if context.is_coupled:
         keys = rng.keys(context.request, rng.Purpose.TARGET, context.length + depth)
         return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
-    seed, start, learned = context.sampler.seed, context.length, context.sampler.learned
+    seed = context.sampler.seed
+    start = context.length
+    learned = context.sampler.learned
     one = lambda node: rng.gumbel(rng.keys(seed, rng.Purpose.DRAFT, start, node + 1, learned), V)
     return jax.vmap(one, out_axes=1)(nodes)
 
 
 def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
-    k, B = tree.top_k, len(grown.fed)
+    k = tree.top_k
+    B = len(grown.fed)
 
     def grow(process, context, score):
         """The k likeliest children of each node, and the k best of all of these; -inf: none."""
@@ -195,12 +201,14 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
     score = jnp.zeros((B, 1))
     seen = {"token": [], "score": [], "parent": [], "fed_at": []}  # of all nodes, level by level
     frontier = jnp.full((B, 1), -1)  # positions of the expanded nodes among them
-    num_seen, is_sound = 0, jnp.ones((B,), bool)
+    num_seen = 0
+    is_sound = jnp.ones((B,), bool)
     for depth in range(1, tree.depth + 1):
         drawn = grown.draw(grow, score)
         token, value, score, best, is_finite = (constrain(x, "batch") for x in drawn)
         is_sound &= is_finite
-        parent, fed_at = jnp.repeat(frontier, k, axis=1), jnp.zeros_like(token)
+        parent = jnp.repeat(frontier, k, axis=1)
+        fed_at = jnp.zeros_like(token)
         if depth < tree.depth:
             fed_at = _set(fed_at, best, grown.fed.shape[1] + jnp.arange(k))
             frontier = num_seen + best

@@ -27,7 +27,8 @@ def aligned(model: Model, target: Model) -> Model:
     Returns:
       The same object where nothing has to change.
     """
-    V, last = target.vocab_size, min(target.last_id, model.last_id)
+    V = target.vocab_size
+    last = min(target.last_id, model.last_id)
     if model.vocab_size == V and model.last_id == last:
         return model
 

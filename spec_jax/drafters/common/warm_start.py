@@ -26,7 +26,8 @@ def from_target(
     Returns:
       A dict of the same shapes.
     """
-    L, D = config.num_hidden_layers, config.hidden_size
+    L = config.num_hidden_layers
+    D = config.hidden_size
     last = layer_weights(config, target, L - 1)
     output = target["head"] if "head" in target else target["embed"].T
     output = output if ids is None else output[:, ids]

@@ -37,7 +37,8 @@ from spec_jax.sharding import SHARDED, AxisRules, named
 
 _EMBED = "embed_tokens.weight"
 # Two copies of one embedding may differ by their rounding to bfloat16 or float16.
-_RTOL, _ATOL = 2.0**-8, 2.0**-24
+_RTOL = 2.0**-8
+_ATOL = 2.0**-24
 
 
 def read_head(
@@ -91,7 +92,8 @@ def read_head(
             config = _share_embed(tensors, config, compared, notes, mesh, axis_rules)
         is_midlayer = any(name.startswith("midlayer.") for name in tensors.left)
         prefix = "midlayer." if is_midlayer else "layers.0."
-        table, shardings = flat_table(head_table(config)), {}
+        table = flat_table(head_table(config))
+        shardings = {}
         if mesh is not None:  # refuses a mesh before a weight is read
             shardings = table_placement(str(directory), config.layer, table, mesh, axis_rules)
             shardings["d2t"] = NamedSharding(mesh, PartitionSpec())
@@ -150,7 +152,8 @@ def write_head(
         raise ConfigError("target_embed is None; speculators takes the embedding from the file")
     check_head(config, params)
     dtype = jnp.dtype(params["fc"].dtype if dtype is None else dtype)
-    U, V = config.layer.vocab_size, config.target_vocab_size
+    U = config.layer.vocab_size
+    V = config.target_vocab_size
     tensors = {}
     for name, (stored, spec) in file_names(config, formats.prefix_of(config, format)).items():
         weight = functools.reduce(operator.getitem, name.split("."), params)
@@ -223,7 +226,8 @@ def _is_close(stored: Tensor, target_embed: jax.Array) -> bool:
 
 def _draft_vocabulary(directory, tensors, config: EagleConfig) -> dict[str, Tensor]:
     """``{"d2t": i32[U]}``, or nothing where the vocabularies are equal."""
-    U, V = config.layer.vocab_size, config.target_vocab_size
+    U = config.layer.vocab_size
+    V = config.target_vocab_size
     t2d = tensors.take("t2d", (V,)).read_whole() if "t2d" in tensors.left else None
     is_whole = U == V and "d2t" not in tensors.left
     d2t = np.zeros(U, np.int32) if is_whole else tensors.take("d2t", (U,)).read_whole()

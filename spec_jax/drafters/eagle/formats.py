@@ -24,8 +24,12 @@ from spec_jax.models.config import ModelConfig, check_sees_all, with_attention
 from spec_jax.models.params import flat_table
 from spec_jax.models.specs import ParamSpec
 
-EAGLE_1, EAGLE_3, SPECFORGE, SPECULATORS = "EAGLE-1", "EAGLE-3", "SpecForge", "speculators"
-_LAYER, _IDS = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids"
+EAGLE_1 = "EAGLE-1"
+EAGLE_3 = "EAGLE-3"
+SPECFORGE = "SpecForge"
+SPECULATORS = "speculators"
+_LAYER = "transformer_layer_config"
+_IDS = "eagle_aux_hidden_state_layer_ids"
 _USES_IDS = "use_aux_hidden_state"
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")  # of speculators, vLLM, and PARD
 
@@ -138,7 +142,8 @@ def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
     for name in ("eagle_config", _LAYER):
         stated_object(hf, name)
     if _LAYER in hf or "speculators_model_type" in hf:
-        kind, expected = hf.get("speculators_model_type"), _model_type(has_masks(names))
+        kind = hf.get("speculators_model_type")
+        expected = _model_type(has_masks(names))
         message = f"speculators_model_type {shown(kind)} is not supported; known: {expected!r}"
         require(kind in (None, expected), message)
         return SPECULATORS
@@ -146,7 +151,8 @@ def find_format(hf: Mapping[str, Any], names: set[str]) -> str:
         return SPECFORGE
     if not any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names):
         return EAGLE_1
-    architectures, specforge = hf.get("architectures"), FORMATS[SPECFORGE].architecture
+    architectures = hf.get("architectures")
+    specforge = FORMATS[SPECFORGE].architecture
     is_specforge = isinstance(architectures, list) and specforge in architectures
     return SPECFORGE if is_specforge or "eagle_config" in hf else EAGLE_3
 
@@ -193,9 +199,12 @@ def head_config(
       ConfigError: the head is for another target, or is not supported.
       WeightsError: ``fc.weight`` takes other states than config.json names.
     """
-    format, width = find_format(hf, names), target.hidden_size
-    version, layer = FORMATS[format].version, _layer(hf, format, names, target, notes)
-    is_narrow, is_parallel = layer.hidden_size != width, has_masks(names)
+    format = find_format(hf, names)
+    width = target.hidden_size
+    version = FORMATS[format].version
+    layer = _layer(hf, format, names, target, notes)
+    is_narrow = layer.hidden_size != width
+    is_parallel = has_masks(names)
     options = {name: value for name, value in overrides.items() if name != "taps"}
     notes += [f"{name} is {value}: the caller says so." for name, value in options.items()]
     has_embed = is_narrow or is_parallel and "embed_tokens.weight" in names
@@ -263,9 +272,11 @@ def _stated(hf: Mapping[str, Any], key: str) -> Any:
 
 def _layer(hf, format, names, target, notes) -> ModelConfig:
     layer = dict(stated_object(hf, _LAYER) if format == SPECULATORS else hf)
-    width, width_key = _stated(hf, "target_hidden_size"), "target_hidden_size"
+    width = _stated(hf, "target_hidden_size")
+    width_key = "target_hidden_size"
     if width is None:
-        width, width_key = layer.get("hidden_size"), "hidden_size"
+        width = layer.get("hidden_size")
+        width_key = "hidden_size"
     for what, key, value, expected in (
         ("vocabulary", "vocab_size", layer.get("vocab_size"), target.vocab_size),
         ("width", width_key, width, target.hidden_size),
@@ -298,7 +309,8 @@ def _layer(hf, format, names, target, notes) -> ModelConfig:
 
 
 def _taps(hf, format, target, overrides, notes) -> tuple[int, ...]:
-    L, stated = target.num_hidden_layers, _stated(hf, "taps")
+    L = target.num_hidden_layers
+    stated = _stated(hf, "taps")
     if "taps" in overrides:
         taps = tuple(overrides["taps"])
         notes.append(f"taps are {taps}: the caller says so.")
@@ -340,7 +352,8 @@ def _taps_of_ids(ids, format, num_layers, notes) -> tuple[int, ...]:
     require(are_layers, f"{_IDS} is {shown(ids)}; expected a list of layers from 0")
     message = f"{_IDS} is {shown(ids)}; the target has {num_layers} layers: pass taps=..."
     require(max(ids) <= num_layers, message)
-    before, after = tuple(ids), tuple(i + 1 for i in ids)
+    before = tuple(ids)
+    after = tuple(i + 1 for i in ids)
     if format != SPECULATORS and ids[0] == 1 and max(ids) < num_layers:
         notes.append(
             f"{_IDS} {ids} begins with 1 and so is read as the outputs of those layers: taps are "
@@ -373,9 +386,10 @@ def head_json(
         something else.
     """
     _check_loaders(config, format, target)
-    is_speculators, is_narrow = format == SPECULATORS, _is_narrow(config)
+    is_speculators = format == SPECULATORS
+    is_narrow = _is_narrow(config)
     layer = config.layer.to_hf() | config.layer.rope.spellings()
-    (architecture,) = layer.pop("architectures")
+    architecture, = layer.pop("architectures")
     layer |= {"tie_word_embeddings": False, "vocab_size": config.target_vocab_size}
     hf: dict[str, Any] = {"own_embed": config.own_embed}
     if isinstance(config, PEagleConfig):
@@ -423,16 +437,19 @@ def _check_loaders(config: EagleConfig, format: str, target: ModelConfig) -> Non
     """Raises a ConfigError if other loaders of a format misread a config that this one reads."""
 
     require(format in FORMATS, f"format is {format!r}; known: {', '.join(FORMATS)}")
-    layer, (version, *_) = config.layer, FORMATS[format]
+    layer = config.layer
+    (version, *_) = FORMATS[format]
     message = f"{format} is for heads of version {version}; this one is of {config.version}"
     require(config.version == version, message)
     is_known = FORMATS[format].parallel is not None or not config.is_parallel
     require(is_known, f"{format} has no P-EAGLE heads; known: {', '.join(formats_of(3, True))}")
-    last, taps = target.num_hidden_layers + 1, config.taps
+    last = target.num_hidden_layers + 1
+    taps = config.taps
     message = f"taps {taps} hold {last}, the state after the final norm, unknown to loaders"
     require(version == 1 or last not in taps, message)
     if format == SPECFORGE:
-        has_biases, advice = layer.attention_bias or layer.mlp_bias, "use EAGLE-3 or speculators"
+        has_biases = layer.attention_bias or layer.mlp_bias
+        advice = "use EAGLE-3 or speculators"
         require(not has_biases, f"the layer has biases, which SGLang leaves out; {advice}")
         message = f"own_embed is True, which SGLang ignores at the target's width; {advice}"
         may_own = _is_narrow(config) or config.is_parallel
@@ -455,7 +472,8 @@ def _check_is_read(hf, config: EagleConfig, format: str, target: ModelConfig) ->
     read = dataclasses.replace(read, layer=with_attention(read.layer, "auto"))
     for prefix, a, b in (("layer.", layer, read.layer), ("", expected, read)):
         for field in dataclasses.fields(a):
-            value, read_value = getattr(a, field.name), getattr(b, field.name)
+            value = getattr(a, field.name)
+            read_value = getattr(b, field.name)
             if value != read_value:
                 raise ConfigError(
                     f"{prefix}{field.name} is {value!r}; in the format {format} it would be read "

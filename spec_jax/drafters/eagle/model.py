@@ -92,9 +92,11 @@ class EagleConfig:
         require(not has_both, "fc_norm and norm_before_fc are both on; expected one of them")
         require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
         require(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
-        U, V = self.layer.vocab_size, self.target_vocab_size
+        U = self.layer.vocab_size
+        V = self.target_vocab_size
         require(U <= V, f"the draft vocabulary {U} is larger than the target's {V}")
-        D, width = self.layer.hidden_size, self.target_hidden_size
+        D = self.layer.hidden_size
+        width = self.target_hidden_size
         require(not is_old or U == V, f"version 1 scores by the target's head: {V} ids, not {U}")
         has_width = D == width or (self.own_embed and not is_old)
         shared = "target's head that scores it" if is_old else "embedding that it shares"
@@ -141,7 +143,8 @@ class EagleConfig:
                 f"a head has attention layers; the target's {type(target).__name__} has none to "
                 "copy: give the head's own as `layer`"
             )
-        L, V = target.num_hidden_layers, target.vocab_size
+        L = target.num_hidden_layers
+        V = target.vocab_size
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
         U = V if draft_vocab_size is None else draft_vocab_size
         size = {"num_hidden_layers": num_layers, "vocab_size": U, "tie_word_embeddings": False}
@@ -174,7 +177,8 @@ class PEagleConfig(EagleConfig):
     def __post_init__(self):
         super().__post_init__()
         require(self.version == 3, f"version is {self.version!r}; P-EAGLE extends version 3")
-        mask, V = self.mask_token_id, self.target_vocab_size
+        mask = self.mask_token_id
+        V = self.target_vocab_size
         is_mask = is_integer(mask) and 0 <= mask < V
         require(is_mask, f"mask_token_id is {mask!r}; there are {V} embeddings")
         is_count = self.max_draft is None or is_integer(self.max_draft) and self.max_draft > 0
@@ -213,7 +217,9 @@ def head_table(config: EagleConfig) -> dict[str, Any]:
     The first layer's are apart from those of the layers after it. In a checkpoint, of the former
     "model.layers.{i}." is the prefix of its format, see ``EagleFormat``.
     """
-    D, Dt, E = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
+    D = config.layer.hidden_size
+    Dt = config.target_hidden_size
+    E = len(config.taps)
     norm = lambda size, name: ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")
     is_old = config.version == 1
     size_in = D + Dt if is_old else E * Dt
@@ -257,7 +263,8 @@ def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
     Raises:
       WeightsError: a weight is missing or has another shape; it is named.
     """
-    shapes, U = shapes_of(head_table(config)), config.layer.vocab_size
+    shapes = shapes_of(head_table(config))
+    U = config.layer.vocab_size
     check_weights(params, shapes | ({"d2t": (U,)} if U < config.target_vocab_size else {}), owner)
 
 
@@ -319,7 +326,8 @@ def forward(
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
     """
-    layer, eps = config.layer, config.layer.rms_norm_eps
+    layer = config.layer
+    eps = config.layer.rms_norm_eps
     e = embed_tokens(embed, tokens)
     window = Window.after(
         layer, cache, *tokens.shape, window_offset, positions, window_mask=window_mask
@@ -363,7 +371,8 @@ def score(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax
 
 def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> jax.Array:
     """Returns logits f32[...,V], -inf outside of the draft vocabulary, see ``score``."""
-    logits, ids = score(params, x, config, target), draft_ids(params["head"])
+    logits = score(params, x, config, target)
+    ids = draft_ids(params["head"])
     if ids is None:
         return logits
 

@@ -90,7 +90,8 @@ def eagle1_loss(
         p = model.unembed(target, hidden)[:, None]
         return soft_cross_entropy(p, q), jnp.argmax(q, axis=-1)
 
-    hidden, share = batch.view.hidden[:, 1 : 1 + T], jnp.full(1, token_weight)
+    hidden = batch.view.hidden[:, 1 : 1 + T]
+    share = jnp.full(1, token_weight)
     over = counts and counts["tokens"]
     loss, figures = chain_loss(measure, {}, x, batch, hidden, share, over)
     features = {"features": Mean(feature_weight * feature_loss.total, feature_loss.count)}
@@ -138,7 +139,8 @@ def eagle3_loss(
     """
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
-    run, features = eagle_head(config, model), batch.view.features
+    run = eagle_head(config, model)
+    features = batch.view.features
     given = features, batch.tokens, num_steps, batch.begins
     states = unroll(run, params, *given, is_remat=is_remat)
     compare = _compare(head, target, config, model, divergence)
@@ -159,7 +161,8 @@ def _compare(head: dict, target: dict, config: EagleConfig, model: Model, diverg
 
     ``scored`` is that of ``_scored``, and ``hidden`` the target's states before its output head.
     """
-    ids, compare = eagle.draft_ids(head), make_divergence(divergence)
+    ids = eagle.draft_ids(head)
+    compare = make_divergence(divergence)
     is_drafted = ids if ids is None else jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
 
     def measure(scored, states, hidden):
@@ -190,7 +193,8 @@ def true_pairs(
       config: the head's shape.
       begins: i32[B,T+2], see ``Batch``.
     """
-    head, T = params["head"], tokens.shape[1] - 2
+    head = params["head"]
+    T = tokens.shape[1] - 2
     embed = params["head" if config.own_embed else "target"]["embed"]
     state = join_features(head, features[:, :T], config)
     begins = None if begins is None else begins[:, :T]
@@ -223,7 +227,9 @@ def states_at(
       begins: of ``true_pairs``.
       is_remat: whether the backward pass computes the masked pairs again instead of storing them.
     """
-    (B, A), S, M = anchors.shape, num_draft - 1, config.num_layers
+    B, A = anchors.shape
+    S = num_draft - 1
+    M = config.num_layers
     first = slots(x, jnp.maximum(anchors - 1, 0), 0, 1)
     if S == 0:
         return first
@@ -231,7 +237,8 @@ def states_at(
     blocks = Blocks(context, anchors, shape, origins(begins, anchors))
 
     def run(head, embed, blocks):
-        pairs, at = masked_pairs(head, B, A * S, config), blocks.positions
+        pairs = masked_pairs(head, B, A * S, config)
+        at = blocks.positions
         return forward(head, embed, *pairs, blocks, config=config, positions=at)[0]
 
     embed = params["head" if config.own_embed else "target"]["embed"]
@@ -283,7 +290,8 @@ def peagle_loss(
     Raises:
       ConfigError: The config does not say K.
     """
-    K, T = config.max_draft, batch.tokens.shape[1] - 2
+    K = config.max_draft
+    T = batch.tokens.shape[1] - 2
     if K is None:
         raise ConfigError("max_draft is None; a head is trained for a number of drafts")
     # No chain of drafts begins at a document's first token, or goes on there.
@@ -294,7 +302,8 @@ def peagle_loss(
         anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
     shares = jnp.maximum(decay ** jnp.arange(K), floor)
     shares = shares / shares.sum()
-    params, hidden = {"head": head, "target": target}, batch.view.hidden
+    params = {"head": head, "target": target}
+    hidden = batch.view.hidden
     compare = _compare(head, target, config, model, divergence)
     x, context = true_pairs(params, batch.view.features, batch.tokens, config, batch.begins)
     after = hidden[:, 1 : 1 + T]
@@ -313,7 +322,8 @@ def peagle_loss(
     weights = later * reciprocal(counts["drafts"] if counts else own)
 
     def chunk(params, _, rest):
-        (head, x, context), (anchors, is_counted) = params, rest
+        head, x, context = params
+        anchors, is_counted = rest
         both = {"head": head, "target": target}
         given = x, context, anchors, K, config, batch.begins
         states = states_at(both, *given, is_remat=is_remat)

@@ -55,14 +55,16 @@ def peagle(config: PEagleConfig, target: Model, tree: AnyTree | None = None) -> 
       ConfigError: the tree is deeper than the head was trained for, or a node has more children
         than the draft vocabulary has tokens.
     """
-    head, depth = eagle_head(config, target), None if tree is None else tree.depth
+    head = eagle_head(config, target)
+    depth = None if tree is None else tree.depth
     check_depth(config, depth or 0)
     check_children(tree, min(config.layer.vocab_size, target.last_id + 1), "the draft")
 
     def propose(params, state, context: Context, num_draft: int):
         levels = num_draft if depth is None or num_draft == 0 else depth
         check_depth(config, levels)
-        x, cache = state.last[:, None], state.cache
+        x = state.last[:, None]
+        cache = state.cache
         if levels > 1:
             with jax.named_scope("draft_pass"):
                 pairs = masked_pairs(params["head"], len(x), levels - 1, config)

@@ -45,7 +45,8 @@ from spec_jax.models.shards import Shards
 from spec_jax.models.tensors import StrictReader, Unfused, on_host, open_files, save_tensors
 from spec_jax.sharding import SHARDED, AxisRules, named
 
-_TARGET_EMBED, _TARGET_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TARGET_EMBED = "model.embed_tokens.weight"
+_TARGET_HEAD = "lm_head.weight"
 
 
 def read_mtp(
@@ -84,13 +85,16 @@ def read_mtp(
     directory = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
         modules = open_modules(directory, target_config, stack, overrides)
-        config, tensors, notes = modules.config, modules.tensors, modules.notes
+        config = modules.config
+        tensors = modules.tensors
+        notes = modules.notes
         for end, stored in modules.ends.items():
             field = f"has_own_{end}"
             spec = mtp_table(dataclasses.replace(config, **{field: True}))[end]
             shape, axes = (x[::-1] if spec.is_linear else x for x in (spec.shape, spec.axes))
             sharding = None if mesh is None else named(axes, shape, mesh, axis_rules)
-            is_own, why = overrides.get(field), "as the caller says"
+            is_own = overrides.get(field)
+            why = "as the caller says"
             if is_own is None:
                 is_own, why = _compare_end(end, stored, tensors, modules.shards, sharding)
             notes.append(f"{field} = {is_own!r}: {why}.")
@@ -317,8 +321,10 @@ def _default_format(config: MtpConfig) -> str:
 
 def _check_format(config: MtpConfig, fmt: MtpFormat, target: AnyConfig) -> None:
     """Raises a ConfigError if a format cannot express a config, or its loaders misread it."""
-    known, kind = family_of(config.layer).mtp_formats, type(config.layer).__name__
-    use, name = " or ".join(known), fmt.name
+    known = family_of(config.layer).mtp_formats
+    kind = type(config.layer).__name__
+    use = " or ".join(known)
+    name = fmt.name
     require(name in known, f"the format {name} cannot hold a layer of {kind}; use {use}")
     for what, size, expected in (
         ("width", config.target_hidden_size, target.hidden_size),
@@ -326,7 +332,8 @@ def _check_format(config: MtpConfig, fmt: MtpFormat, target: AnyConfig) -> None:
     ):
         message = f"the modules are for a target of {what} {size}; this one has {expected}"
         require(size == expected, message)
-    norms, count = config.has_zero_centred_norms, config.num_modules
+    norms = config.has_zero_centred_norms
+    count = config.num_modules
     message = f"has_zero_centred_norms is {norms}; loaders of {name} assume {fmt.is_zero_centred}"
     require(norms == fmt.is_zero_centred, message)
     is_held = count == 1 or not fmt.is_single

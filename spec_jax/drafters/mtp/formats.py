@@ -17,7 +17,8 @@ from spec_jax.models.specs import ParamSpec
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # The key of config.json, used by this project alone, for fields that no project has a key for.
-_OWN_KEY, _OWN_FIELDS = "mtp_config", ("protocol", "taps", "recycles_normed")
+_OWN_KEY = "mtp_config"
+_OWN_FIELDS = ("protocol", "taps", "recycles_normed")
 
 
 class MtpFormat(NamedTuple):
@@ -171,7 +172,8 @@ def modules_config(
     kind = hf.get("model_type")
     kind = kind if isinstance(kind, str) else shown(kind)
     family = family_of_type(kind, for_modules=True)
-    taps, by_servers = (target.num_hidden_layers + 1,), "as servers do; the checkpoint does not say"
+    taps = (target.num_hidden_layers + 1,)
+    by_servers = "as servers do; the checkpoint does not say"
     choices = {
         "num_modules": (count, f"as config.json or the tensors say; {num_stored} are stored"),
         "protocol": (protocol, "one module drafts every token, several draft one each"),

@@ -94,9 +94,11 @@ class MtpConfig:
         for name in ("recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
-        D, width = self.layer.hidden_size, self.target_hidden_size
+        D = self.layer.hidden_size
+        width = self.target_hidden_size
         require(D == width, f"the modules' width is {D}; the target's is {width}")
-        U, V = self.layer.vocab_size, self.target_vocab_size
+        U = self.layer.vocab_size
+        V = self.target_vocab_size
         require(U == V, f"the modules' vocabulary has {U} ids; the target's has {V}")
 
     @property
@@ -134,7 +136,9 @@ class MtpConfig:
 
 def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
     """Returns the weights of one module by name, with their names in DeepSeek's checkpoints."""
-    D, V, prefix = config.layer.hidden_size, config.target_vocab_size, "model.layers.{i}."
+    D = config.layer.hidden_size
+    V = config.target_vocab_size
+    prefix = "model.layers.{i}."
     norm = lambda name: ParamSpec((D,), ("embed",), f"{prefix}{name}.weight", init="ones")
     table = {
         "embed_norm": norm("enorm"),
@@ -150,7 +154,7 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
         table["head"] = ParamSpec(
             (D, V), ("embed", "vocab"), prefix + "shared_head.head.weight", is_linear=True
         )
-    (layer,) = family_of(config.layer).layer_tables(config.layer)
+    layer, = family_of(config.layer).layer_tables(config.layer)
     return table | layer
 
 
@@ -168,7 +172,8 @@ def init_mtp(config: MtpConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) 
       dtype: the dtype of the weights.
     """
 
-    table, one = mtp_table(config), 0.0 if config.has_zero_centred_norms else 1.0
+    table = mtp_table(config)
+    one = 0.0 if config.has_zero_centred_norms else 1.0
     keys = jax.random.split(key, config.num_modules)
     return {str(i): init_table(table, k, dtype, one) for i, k in enumerate(keys)}
 
@@ -207,7 +212,8 @@ def forward(
     Returns:
       dtype[B,T,D], the residual stream, and the cache with the window written.
     """
-    module, layer = _module(params, index, config), config.layer
+    module = _module(params, index, config)
+    layer = config.layer
     embed = module["embed"] if config.has_own_embed else params["target"]["embed"]
     e = rms_norm(embed_tokens(embed, tokens), module["embed_norm"], layer.rms_norm_eps)
     h = rms_norm(state, module["hidden_norm"], layer.rms_norm_eps)
@@ -219,7 +225,7 @@ def forward(
     if index > 0 and cache is not None:
         mask = window.mask & (jnp.arange(cache.slots) >= index)
         window = window._replace(mask=mask, first=index)
-    (kind,) = layer_kinds(layer)
+    kind, = layer_kinds(layer)
     x, cache = kind.layer(module, x, cache, index, window, layer)
     return constrain(x, "batch"), cache
 
@@ -245,7 +251,7 @@ def unembed(
 
 def _common(config: MtpConfig) -> dict[str, Any]:
     """The fields that ``Head`` and ``Modules`` share."""
-    (kind,) = layer_kinds(config.layer)
+    kind, = layer_kinds(config.layer)
     return dict(
         name=config.name,
         vocab_size=config.target_vocab_size,

@@ -66,12 +66,14 @@ def mtp_loss(
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     if config.protocol == "recycled":
-        run, features = mtp_head(config, model), batch.view.features
+        run = mtp_head(config, model)
+        features = batch.view.features
         given = features, batch.tokens, num_steps, batch.begins
         states = unroll(run, params, *given, is_remat=is_remat)
     else:
         states = jnp.stack(_sequential_states(params, batch, config))
-    is_soft, K = labels == "target", len(states)
+    is_soft = labels == "target"
+    K = len(states)
     names = ("norm", "head") if config.has_own_head else ("norm",)
     scored = {index: {name: head[index][name] for name in names} for index in head}
 
@@ -100,7 +102,8 @@ MTP = Objective("mtp", mtp_loss)
 def _sequential_states(params, batch: Batch, config: MtpConfig):
     """Returns the states dtype[B,T,D] of every module, each over the whole text."""
     T = batch.tokens.shape[1] - 2
-    state, states = batch.view.features[:, :T], []
+    state = batch.view.features[:, :T]
+    states = []
     begins = None if batch.begins is None else batch.begins[:, :T]
     for index in range(config.num_modules):
         tokens = shifted(batch.tokens, 1 + index, T)

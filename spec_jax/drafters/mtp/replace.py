@@ -87,7 +87,8 @@ def _open(
     modules = open_modules(source, target, stack)
     plain = lambda config: dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
     ends = {f"has_own_{end}": _may_own(modules, end) for end in modules.ends}
-    stored, custom = plain(modules.config), plain(head.config)
+    stored = plain(modules.config)
+    custom = plain(head.config)
     names = [field.name for field in dataclasses.fields(stored)]
     others = [
         name
@@ -108,13 +109,15 @@ def _open(
 
 def _may_own(modules: OpenModules, end: str) -> tuple[bool, ...]:
     """Whether modules in these files may have an end of their own, and whether they may not."""
-    names, stored = modules.shards.names(), modules.ends[end]
+    names = modules.shards.names()
+    stored = modules.ends[end]
     original = targets_end(end, names)
     if not stored:
         return (False,)
 
     def holds(name):  # also the target's own array, without loss
-        copy, whole = modules.shards.tensor(name), modules.shards.tensor(original)
+        copy = modules.shards.tensor(name)
+        whole = modules.shards.tensor(original)
         is_wider = copy.dtype.itemsize > whole.dtype.itemsize
         return copy.shape == whole.shape and (is_wider or copy.dtype == whole.dtype)
 
@@ -151,7 +154,8 @@ def _write(
     directory.mkdir(parents=True, exist_ok=True)
     weights = set(weight_files(source, SINGLE, INDEX))
     for path in sorted(source.iterdir()):
-        copy, names = directory / path.name, shards.names_in(path) if path in weights else set()
+        copy = directory / path.name
+        names = shards.names_in(path) if path in weights else set()
         part = directory / f"{path.name}.partial"
         part.unlink(missing_ok=True)
         if not path.is_file():

@@ -36,7 +36,9 @@ PRIOR_ROUNDS = 16.0  # initial weight of the prior, which decays as observations
 PULL_ROUNDS = 4.0  # weight of the rate of the position before
 HYSTERESIS = 0.02
 EXPLORED_SHARE = 0.01
-MIN_ROUNDS, MAX_ROUNDS = 4, 32  # until the next choice; doubled while K stays
+# until the next choice; doubled while K stays
+MIN_ROUNDS = 4
+MAX_ROUNDS = 32
 
 
 class RoundCosts(NamedTuple):
@@ -149,12 +151,17 @@ class Tuner:
           time_ms: time that the rounds took.
         """
         keep = DECAY**rounds
-        reached, accepted = [], []
+        reached = []
+        accepted = []
         for i, (old, kept) in enumerate(zip(self.reached, self.accepted)):
             if i < num_draft:
-                share, new_reached, new_accepted = keep, reached_at[i], accepted_at[i]
+                share = keep
+                new_reached = reached_at[i]
+                new_accepted = accepted_at[i]
             else:
-                share, new_reached, new_accepted = _faded(keep, old), 0, 0
+                share = _faded(keep, old)
+                new_reached = 0
+                new_accepted = 0
             reached.append(share * old + new_reached)
             accepted.append(share * kept + new_accepted)
         credit_ms = self.credit_ms + EXPLORED_SHARE * time_ms

@@ -26,7 +26,8 @@ from spec_jax.rules import GREEDY, MATCH
 from spec_jax.sampling import Source
 from spec_jax.sharding import constrain, constrain_state
 
-_TIMED_ROUNDS, _TIMED_REPEATS = 4, 2
+_TIMED_ROUNDS = 4
+_TIMED_REPEATS = 2
 _UNBOUNDED = np.iinfo(np.int32).max
 CATCH_UP = 32  # tokens of one catch-up pass, where the slots allow it
 
@@ -205,7 +206,8 @@ class AdaptiveRunner:
         longest = self._systems[self._max_draft].drafter.max_length
         if longest is None or state.tokens.shape[1] <= longest:
             return costs
-        room, times = longest - int(shortest_row(state)), costs.round_ms
+        room = longest - int(shortest_row(state))
+        times = costs.round_ms
         fitting = {k: ms for k, ms in times.items() if k <= room}
         return costs._replace(round_ms=fitting or {min(times): times[min(times)]})
 

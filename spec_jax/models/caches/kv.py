@@ -56,12 +56,14 @@ def put_rows(
 
 
 def _put_by_row(cache, new, start, layer):
-    B, axis = len(start), 1 if cache.ndim == 5 else 0
+    B = len(start)
+    axis = 1 if cache.ndim == 5 else 0
     n = cache.shape[axis] // B  # entries of that axis a row
     for b in range(B):
         row = jax.lax.slice_in_dim(new, b * n, (b + 1) * n, axis=axis)
         at = [layer if axis else 0, *[0] * (cache.ndim - 1)]
-        at[axis], at[-2] = b * n, start[b]
+        at[axis] = b * n
+        at[-2] = start[b]
         cache = jax.lax.dynamic_update_slice(cache, row, at)
     return cache
 
@@ -79,7 +81,8 @@ def _put_at_once(cache, new, start, layer):
 
 def _has_kernel(cache, new, batch):
     """Whether a TPU writes by ``write.write_rows``: whole tiles of many rows, few slots of each."""
-    (S, H), T = cache.shape[-2:], new.shape[-2]
+    S, H = cache.shape[-2:]
+    T = new.shape[-2]
     is_tiled = H % 128 == 0 and cache.dtype.itemsize in (2, 4) and S % 16 == 0 and S >= T + 32
     return KERNEL_ROWS < batch and T <= 32 and is_tiled
 
@@ -115,7 +118,8 @@ def _gather_slots(cache, slots):
 
 def _slice_slots(cache, slots):
     """One dynamic_slice a slot: for a gather a TPU turns the whole cache."""
-    (B, P), axis = slots.shape, 1 if cache.ndim == 5 else 0
+    B, P = slots.shape
+    axis = 1 if cache.ndim == 5 else 0
     size = list(cache.shape)
     size[axis], size[-2] = size[axis] // B, 1
 
@@ -178,7 +182,8 @@ class KVCache:
         G = copies * config.num_key_value_heads
 
         make = functools.partial(zeros, config, L, batch, G, slots, dtype=dtype)
-        keys, values = make(config.key_dim), make(config.value_dim)
+        keys = make(config.key_dim)
+        values = make(config.value_dim)
         attention = getattr(config, "attention", "auto")
         length = jnp.zeros((batch,), jnp.int32)
         return cls(keys, values, length, attention=attention, head_copies=copies)
@@ -273,7 +278,9 @@ class KVCache:
 
         So its sums have the terms at the places that they have once the path is committed.
         """
-        (B, T, N, H), S, W = q_BTNH.shape, self.slots, is_seen.shape[-1]
+        B, T, N, H = q_BTNH.shape
+        S = self.slots
+        W = is_seen.shape[-1]
         is_seen = jnp.broadcast_to(is_seen, (B, T, W))
         slots = jnp.arange(S)
         place = slots - self.length[:, None]  # i32[B,S], in the window
@@ -345,7 +352,8 @@ class KVCache:
 
     def take_rows(self, rows: jax.Array) -> KVCache:
         """Returns the cache of the rows i32[P], in their order."""
-        B, axis = len(self.length), 1 if self.is_stacked else 0
+        B = len(self.length)
+        axis = 1 if self.is_stacked else 0
 
         def take(x):
             by_row = x.reshape(*x.shape[:axis], B, -1, *x.shape[-2:])  # rows and heads apart
@@ -358,7 +366,8 @@ class KVCache:
 
     def _by_layer(self, arrays) -> tuple[jax.Array, ...]:
         """One ``dtype[B,G,S,H]`` a layer, each head once."""
-        B, copies = self.length.shape[0], self.head_copies
+        B = self.length.shape[0]
+        copies = self.head_copies
         by_layer = (x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
         return tuple(x if copies == 1 else constrain(x, "batch")[:, ::copies] for x in by_layer)
 

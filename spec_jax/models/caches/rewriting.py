@@ -45,7 +45,8 @@ def warn_if_rewritten(
     """
     names = [name for name, (init, params) in states.items() if _has_rewritten(init, params)]
     if names:
-        models, needed = " and ".join(names), ".".join(map(str, _IN_PLACE_SINCE))
+        models = " and ".join(names)
+        needed = ".".join(map(str, _IN_PLACE_SINCE))
         warnings.warn(
             f"on a CPU jax {jax.__version__} rewrites a whole bfloat16 cache, here of {models}, "
             "whenever it writes a token, and decoding slows down as slots are added; load "

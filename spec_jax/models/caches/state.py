@@ -40,7 +40,8 @@ class LayerState:
     def axes(self) -> LayerState:
         """The logical axes of the arrays, see ``sharding``."""
         first = ("layers", "batch") if self.is_stacked else ("batch",)
-        rows, heads = P(*first), P(*first, None, "state_heads")
+        rows = P(*first)
+        heads = P(*first, None, "state_heads")
         window = Inputs(raw=rows, u=heads, b=rows, log_decay=heads)
         return LayerState(P(*first, "state_heads"), rows, self.window and window)
 
@@ -60,7 +61,8 @@ class LayerState:
 
     def open_window(self, width: int) -> LayerState:
         """Makes room for a window of ``width`` tokens that several passes fill."""
-        (B, N, H, Z), C = self.ssm.shape, self.conv.shape[2]
+        B, N, H, Z = self.ssm.shape
+        C = self.conv.shape[2]
         zeros = lambda *shape: jnp.zeros((B, width, *shape), jnp.float32)
         window = Inputs(
             raw=zeros(C).astype(self.conv.dtype),

@@ -44,14 +44,18 @@ def write_rows(
       layer: i32[], the first layer that is written.
       is_interpreted: runs on any platform, slowly.
     """
-    (_, B, G, S, H), (num_layers, *_, T, _), dtype = cache.shape, new.shape, cache.dtype
-    tile, n = tile_of(dtype), num_slots(T, dtype)
+    _, B, G, S, H = cache.shape
+    (num_layers, *_, T, _) = new.shape
+    dtype = cache.dtype
+    tile = tile_of(dtype)
+    n = num_slots(T, dtype)
     most = min(GROUP_BYTES // (G * n * H * dtype.itemsize), GROUP_ROWS, B)
     rows = next(r for r in range(max(most, 1), 0, -1) if B % r == 0)
     begin = jnp.minimum(start // tile * tile, S - n)
 
     def kernel(layer_ref, begin_ref, shift_ref, new_ref, _, cache_ref, tiles_ref, semaphores):
-        into, first = layer_ref[0] + pl.program_id(0), pl.program_id(1) * rows
+        into = layer_ref[0] + pl.program_id(0)
+        first = pl.program_id(1) * rows
 
         def copy(r, is_read):
             slots = pl.ds(pl.multiple_of(begin_ref[first + r], tile), n)

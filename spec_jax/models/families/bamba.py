@@ -79,7 +79,8 @@ class BambaConfig(PartialRotary):
         )
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
-        width, D = self.mamba_expand * self.hidden_size, self.hidden_size
+        width = self.mamba_expand * self.hidden_size
+        D = self.hidden_size
         if self.mamba_d_head is None:
             set_("mamba_d_head", width // self.mamba_n_heads)
         check_sizes(self, "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
@@ -91,14 +92,16 @@ class BambaConfig(PartialRotary):
                 f"{self.mixer.width}; mamba_expand {self.mamba_expand} of hidden_size {D} asks for "
                 f"{width}"
             )
-        N, G = self.num_attention_heads, self.num_key_value_heads
+        N = self.num_attention_heads
+        G = self.num_key_value_heads
         if D % N or N % G:
             raise ConfigError(
                 f"num_attention_heads {N} must divide hidden_size {D} and be a multiple of "
                 f"num_key_value_heads {G}"
             )
         self.check_rotary()
-        L, layers = self.num_hidden_layers, self.attn_layer_indices
+        L = self.num_hidden_layers
+        layers = self.attn_layer_indices
         is_list = isinstance(layers, (list, tuple)) and all(map(is_integer, layers))
         if not is_list or not set() < set(layers) < set(range(L)):
             stated = shown(list(layers) if is_list else layers)

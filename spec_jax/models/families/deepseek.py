@@ -167,7 +167,8 @@ class DeepseekConfig:
     @property
     def attention_scale(self) -> float:
         """1/sqrt(H); with yarn, times the square of its factor for longer contexts."""
-        scale, rope = self.key_dim**-0.5, self.rope
+        scale = self.key_dim**-0.5
+        rope = self.rope
         if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
             return scale
         return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
@@ -220,8 +221,10 @@ class DeepseekConfig:
 
 def layer_tables(config: DeepseekConfig) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
-    own, hf = _attention_table(config), "model.layers.{i}.mlp"
-    dense, sparse = config.num_dense_layers, config.num_hidden_layers - config.num_dense_layers
+    own = _attention_table(config)
+    hf = "model.layers.{i}.mlp"
+    dense = config.num_dense_layers
+    sparse = config.num_hidden_layers - config.num_dense_layers
     tables = []
     if dense:
         tables += [own | gated_specs("", hf, config.hidden_size, config.intermediate_size)] * dense
@@ -230,7 +233,9 @@ def layer_tables(config: DeepseekConfig) -> list[dict[str, ParamSpec]]:
 
 def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
     """The weights of attention, and both norms of its layer."""
-    D, N, prefix = config.hidden_size, config.num_attention_heads, "model.layers.{i}."
+    D = config.hidden_size
+    N = config.num_attention_heads
+    prefix = "model.layers.{i}."
     table: dict[str, ParamSpec] = {}
 
     def norm(name, size, axis, hf):
@@ -241,14 +246,16 @@ def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
         linear_specs(table, name, d_in, d_out, axes, hf, has_bias=has_bias)
 
     norm("attention_norm", D, "embed", "input_layernorm")
-    rank, bias = config.q_lora_rank, config.attention_bias
+    rank = config.q_lora_rank
+    bias = config.attention_bias
     if rank is None:
         project("q", D, N * config.key_dim, ("embed", "heads"), "q_proj")
     else:
         project("q_a", D, rank, ("embed", "latent"), "q_a_proj", bias)
         norm("q_a_norm", rank, "latent", "self_attn.q_a_layernorm")
         project("q_b", rank, N * config.key_dim, ("latent", "heads"), "q_b_proj")
-    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    rank = config.kv_lora_rank
+    rope = config.qk_rope_head_dim
     project("kv_a", D, rank + rope, ("embed", "latent"), "kv_a_proj_with_mqa", bias)
     norm("kv_a_norm", rank, "latent", "self_attn.kv_a_layernorm")
     width = config.qk_nope_head_dim + config.v_head_dim
@@ -263,7 +270,9 @@ def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
 
 def mlp_table(config: Any) -> dict[str, ParamSpec]:
     """Returns the weights of ``mlp``, without its norm."""
-    D, X, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+    D = config.hidden_size
+    X = config.n_routed_experts
+    F = config.moe_intermediate_size
     hf = "model.layers.{i}.mlp"
     # Biases that move a choice differ by less than a short float resolves.
     bias = ParamSpec(
@@ -300,7 +309,8 @@ def attention(
     Args and Returns are those of ``layers.attention``.
     """
     B, T, _ = x_BTD.shape
-    nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+    nope = config.qk_nope_head_dim
+    rank = config.kv_lora_rank
     if config.q_lora_rank is None:
         q = linear(x_BTD, layer, "q")
     else:
@@ -319,7 +329,8 @@ def attention(
 
 def _attend_expanded(kv_b, q, latent, turned, cache, index, window, config):
     """Attention over keys and values of every head, as each token's latent makes them."""
-    (B, T, N, _), nope = q[0].shape, config.qk_nope_head_dim
+    B, T, N, _ = q[0].shape
+    nope = config.qk_nope_head_dim
     kv = jnp.einsum("btr,hr->bth", latent, kv_b).reshape(B, T, N, -1)
     turned = jnp.broadcast_to(turned, (B, T, N, config.qk_rope_head_dim))
     k = jnp.concatenate([kv[..., :nope], turned], axis=-1).transpose(0, 2, 1, 3)
@@ -334,7 +345,9 @@ def _attend_latents(kv_b, q, latent, turned, cache, index, window, config):
 
     Both take the whole map, with zeros for the other one's part: of a slice a CPU makes a copy.
     """
-    (B, T, N, _), nope, rank = q[0].shape, config.qk_nope_head_dim, config.kv_lora_rank
+    B, T, N, _ = q[0].shape
+    nope = config.qk_nope_head_dim
+    rank = config.kv_lora_rank
     kv_b = kv_b.reshape(N, nope + config.v_head_dim, rank)
     padded = jnp.pad(q[0], [(0, 0)] * 3 + [(0, config.v_head_dim)])
     q = jnp.concatenate([jnp.einsum("btnh,nhr->btnr", padded, kv_b), q[1]], axis=-1)

@@ -65,7 +65,9 @@ class Glm4MoeConfig(PartialRotary):
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)
-        D, N, G = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        D = self.hidden_size
+        N = self.num_attention_heads
+        G = self.num_key_value_heads
         names = {field.name for field in dataclasses.fields(self) if field.type == "int"}
         check_sizes(self, *sorted(names - {"first_k_dense_replace"}))
         if self.head_dim is None:
@@ -123,7 +125,8 @@ class Glm4MoeConfig(PartialRotary):
 
 def layer_tables(config: Glm4MoeConfig) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
-    prefix, D = "model.layers.{i}.", config.hidden_size
+    prefix = "model.layers.{i}."
+    D = config.hidden_size
     both = {
         "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
         **attention_specs(config, f"{prefix}self_attn."),

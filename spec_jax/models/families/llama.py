@@ -10,7 +10,8 @@ from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_sp
 
 def layer_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """Returns the declared weights of one layer; all layers are alike."""
-    prefix, D = "model.layers.{i}.", config.hidden_size
+    prefix = "model.layers.{i}."
+    D = config.hidden_size
     return {
         "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
         **attention_specs(config, f"{prefix}self_attn."),

@@ -33,7 +33,8 @@ def time_limits(value: Any) -> tuple[float, float]:
     try:
         low, high = (float(plain(x)) for x in ((0.0, math.inf) if value is None else value))
     except (TypeError, ValueError, OverflowError):
-        low, high = 1.0, 0.0
+        low = 1.0
+        high = 0.0
     if not 0 <= low < high:
         raise ConfigError(
             f"time_step_limit is {shown(value)}; expected two numbers, ascending from 0"
@@ -137,10 +138,14 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
       config: the shape of the mixer.
       prefix: of their external names, with its last dot.
     """
-    D, N, C, width = config.hidden_size, config.num_heads, config.conv_dim, config.width
+    D = config.hidden_size
+    N = config.num_heads
+    C = config.conv_dim
+    width = config.width
     table: dict[str, ParamSpec] = {}
 
-    axes, bias = ("embed", "state_inputs"), config.has_bias
+    axes = ("embed", "state_inputs")
+    bias = config.has_bias
     linear_specs(table, "in", D, width + C + N, axes, f"{prefix}in_proj", has_bias=bias)
     linear_specs(
         table,
@@ -152,7 +157,8 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
         has_bias=bias,
         init="residual",
     )
-    shape, axes = (C, 1, config.conv_kernel), ("channels", "one", "reach")
+    shape = (C, 1, config.conv_kernel)
+    axes = ("channels", "one", "reach")
     table["conv"] = ParamSpec(shape, axes, f"{prefix}conv1d.weight", init="conv")
     if config.has_conv_bias:
         table["conv_bias"] = ParamSpec((C,), ("channels",), f"{prefix}conv1d.bias", init="zeros")
@@ -196,12 +202,16 @@ def mixer(
       dtype[B,T,D], and the cache with the window written.
     """
     B, T, _ = x_BTD.shape
-    N, H, G, Z = config.num_heads, config.head_dim, config.n_groups, config.state_size
+    N = config.num_heads
+    H = config.head_dim
+    G = config.n_groups
+    Z = config.state_size
     check_one_document(window)
     with jax.named_scope("ssm"):
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
         held = whole.layer(index if cache is not None else 0)
-        old, offset = held.window, window.offset
+        old = held.window
+        offset = window.offset
         put = lambda name, new: write(old and getattr(old, name), new, offset)
         parts = (config.width, config.width + config.conv_dim)
         # Its parts are not split where the mesh splits the whole, so it is gathered once.
@@ -234,7 +244,9 @@ def mixer(
 
 def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax.Array:
     """Returns the outputs of the window's latest T tokens."""
-    T, width, offset = c.shape[1], inputs.raw.shape[1], window.offset
+    T = c.shape[1]
+    width = inputs.raw.shape[1]
+    offset = window.offset
     is_whole = isinstance(offset, int) and offset == 0
     if window.is_seen is not None:
         is_seen = window.is_seen

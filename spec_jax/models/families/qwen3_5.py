@@ -102,7 +102,8 @@ class Qwen35Config(PartialRotary):
         check_sizes(self, *sizes, *feed)
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
-        N, G = self.num_attention_heads, self.num_key_value_heads
+        N = self.num_attention_heads
+        G = self.num_key_value_heads
         if N % G:
             raise ConfigError(
                 f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"

@@ -55,7 +55,9 @@ class Qwen3MoeConfig(ModelConfig):
 
 def layer_table(config: Qwen3MoeConfig) -> dict[str, ParamSpec]:
     """Returns the declared weights of one layer; all layers are alike."""
-    prefix, D, X = "model.layers.{i}.", config.hidden_size, config.num_experts
+    prefix = "model.layers.{i}."
+    D = config.hidden_size
+    X = config.num_experts
     router = ParamSpec((D, X), ("embed", "experts"), f"{prefix}mlp.gate.weight", is_linear=True)
     return {
         "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),

@@ -34,7 +34,9 @@ from spec_jax.models.ssm import MixerConfig
 from spec_jax.sharding import repeat_heads
 from spec_jax.show.summary import short_repr
 
-LINEAR, FULL = "linear_attention", "full_attention"  # the words of ``layer_types``
+# the words of ``layer_types``
+LINEAR = "linear_attention"
+FULL = "full_attention"
 _LINEAR = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -47,7 +49,8 @@ _LINEAR = (
 def check_linear(config: Any) -> None:
     """Raises a ConfigError if the sizes of linear attention are wrong."""
     check_sizes(config, *_LINEAR)
-    many, few = config.linear_num_value_heads, config.linear_num_key_heads
+    many = config.linear_num_value_heads
+    few = config.linear_num_key_heads
     if many % few:
         raise ConfigError(
             f"linear_num_value_heads {many} is not a multiple of linear_num_key_heads {few}"
@@ -136,7 +139,9 @@ class Qwen3NextConfig(PartialRotary):
         check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
-        N, G, X = self.num_attention_heads, self.num_key_value_heads, self.num_experts
+        N = self.num_attention_heads
+        G = self.num_key_value_heads
+        X = self.num_experts
         if N % G:
             raise ConfigError(
                 f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
@@ -194,8 +199,10 @@ def attention_table(config: Any) -> dict[str, ParamSpec]:
 
     ``q`` makes each head's query, then its gate.
     """
-    D, H = config.hidden_size, config.head_dim
-    NH, GH = config.num_attention_heads * H, config.num_key_value_heads * H
+    D = config.hidden_size
+    H = config.head_dim
+    NH = config.num_attention_heads * H
+    GH = config.num_key_value_heads * H
     prefix = "model.layers.{i}."
     table: dict[str, ParamSpec] = {}
 
@@ -254,7 +261,9 @@ def tables_by_kind(
 
 def mlp_table(config: Any) -> dict[str, ParamSpec]:
     """Returns the weights of ``mlp``, without its norm."""
-    D, X, hf = config.hidden_size, config.num_experts, "model.layers.{i}.mlp"
+    D = config.hidden_size
+    X = config.num_experts
+    hf = "model.layers.{i}.mlp"
     return {
         "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
         "shared_scale": ParamSpec(

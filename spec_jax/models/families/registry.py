@@ -222,7 +222,8 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
         value.
     """
     directory = pathlib.Path(directory)
-    file, generation = directory / "config.json", directory / "generation_config.json"
+    file = directory / "config.json"
+    generation = directory / "generation_config.json"
     hf = read_json(file)
     check_not_quantised(file, {**hf, "quantization_config": None} if has_blocks(hf) else hf)
     generated = read_json(generation).get("eos_token_id") if generation.exists() else None

@@ -174,13 +174,14 @@ def _examine(
     names = _NAMES if replays else _OUTPUTS
     if at is not None and at == min(map(len, pair)):
         tokens = tuple(rows[at] if at < len(rows) else None for rows in pair)
-        (ends, goes_on) = names if tokens[0] is None else names[::-1]
+        ends, goes_on = names if tokens[0] is None else names[::-1]
         token = _shown(passes.target, next(t for t in tokens if t is not None))
         return RowAudit(row, "bug", (f"{ends} ends there, {goes_on} takes {token}",), at, tokens)
     N = len(pair[0]) if at is None else at + 1
     honest = passes.logits([*prompt, *pair[0][: N - 1]], len(prompt))
     of_row = lambda logits: _penalised(logits, config, prompt, pair[0])
-    exact, rounded = of_row(honest.exact), of_row(honest.rounded)
+    exact = of_row(honest.exact)
+    rounded = of_row(honest.rounded)
     below = exact.max(axis=1) - np.asarray([exact[range(N), [*ids[:N]]] for ids in pair])
     gaps = below.max(axis=0)
     choices = [
@@ -190,7 +191,8 @@ def _examine(
     ]
     unit = honest.eps * np.abs(exact).max(axis=1)  # of one rounding of a logit
     rounding = np.maximum(np.abs(exact - rounded).max(axis=1), unit)
-    trails, own = [], []
+    trails = []
+    own = []
     for name, rows, again in zip(_NAMES, pair, replays):
         trail, logits = _trail(name, rows[:N], again, honest, of_row)
         trails.append(trail)
@@ -229,7 +231,8 @@ def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail
     n = len(output) if parts_at is None else parts_at + 1
     raw = np.asarray(again.logits, np.float64)[:n, : honest.exact.shape[1]]
     n = len(raw)
-    exact, rounded = honest.exact[:n], honest.rounded[:n]
+    exact = honest.exact[:n]
+    rounded = honest.rounded[:n]
     rms = lambda x, axis=None: np.sqrt(np.mean(x**2, axis=axis))
     # No less than the rounding of the logits themselves.
     noise = np.maximum(rms(rounded - exact, 1), honest.eps / 4 * rms(exact, 1))

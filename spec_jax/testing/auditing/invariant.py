@@ -57,7 +57,8 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
         why = "drafts nothing" if decoder.num_draft == 0 else "chooses K while decoding"
         why = "drafts on devices of its own" if decoder.is_overlapped else why
         raise ConfigError(f"the decoder {why}; an invariant pair needs a fixed K of 1 or more")
-    system, is_greedy = decoder.system(), highest_temperature(decoder.target_sampler) < GREEDY_BELOW
+    system = decoder.system()
+    is_greedy = highest_temperature(decoder.target_sampler) < GREEDY_BELOW
     model = read_whole(system.target)
     plain = decoder.with_parts(
         model=model,

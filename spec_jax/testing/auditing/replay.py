@@ -75,8 +75,10 @@ def replay(
     Returns:
       The rows of ``until``.
     """
-    engine, B = decoder.engine(call.samplers), len(call.prompts)
-    system, V = engine.system, engine.system.target.vocab_size
+    engine = decoder.engine(call.samplers)
+    B = len(call.prompts)
+    system = engine.system
+    V = engine.system.target.vocab_size
     temperature = decoder.system().drafter.draft_temperature
     request = make_request(
         system,
@@ -100,7 +102,8 @@ def replay(
         )
         for row, rows in found.items():
             rows.append(np.asarray(first)[row, 0])
-        params, total = engine.params(B), begin + 1
+        params = engine.params(B)
+        total = begin + 1
         is_active = np.asarray(decoding.read_rows(state).finish) == decoding.Finish.RUNNING
         while any(is_active[row] and total[row] - begin[row] < n for row, n in until.items()):
             state, *seen = _round(params, state, system=system)

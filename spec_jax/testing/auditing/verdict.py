@@ -97,7 +97,8 @@ class Audit:
         return {"num_rows": self.num_rows, **counts, "width": self.width, "rows": rows}
 
     def __str__(self) -> str:
-        plural, count = "s" * (self.num_rows != 1), len(self.rows)
+        plural = "s" * (self.num_rows != 1)
+        count = len(self.rows)
         parts = []
         if count:
             kinds = (f"{len(self.of(verdict))} {text}" for verdict, text in _DESCRIPTIONS.items())
@@ -179,7 +180,8 @@ def judge(
       trails: of the decodings that were run again.
       choices: the two tokens at the difference; none where there is none.
     """
-    wrong, right = [], []
+    wrong = []
+    right = []
     for trail in trails:
         n = len(trail.ratio)
         missed = np.flatnonzero(trail.own_gap > trail.tolerance)

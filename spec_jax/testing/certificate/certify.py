@@ -164,8 +164,11 @@ class _Run:
     ):
         # A new function: see ``make_subject``.
         self.rule = rule._replace(accept=lambda *args: rule.accept(*args))
-        self.stated, self.trials = stated, trials
-        self.alpha, self.tolerance, self.has_memory = alpha, tolerance, has_memory
+        self.stated = stated
+        self.trials = trials
+        self.alpha = alpha
+        self.tolerance = tolerance
+        self.has_memory = has_memory
         self.processors = tuple(processors)
         self.rows = certified_rows(is_greedy=rule.is_greedy, processors=self.processors)
         self.memory = params if isinstance(params, Memory) else None
@@ -199,7 +202,8 @@ class _Run:
     def _enumerable(self) -> list[tuple[str, Callable[[], None]]]:
         """The checks of a rule whose coins can be enumerated."""
         step = lambda what, function, *args: (what, functools.partial(function, *args))
-        main, is_sampled = self.main, self.main.drafter.is_sampled
+        main = self.main
+        is_sampled = self.main.drafter.is_sampled
         ks = range(1, MAX_DRAFT + 1) if main.drafter.tree is None else [main.drafter.tree.num_nodes]
         steps = [step(f"{k} drafts", self._enumerate, main, k) for k in ks]
         if is_sampled:
@@ -242,7 +246,9 @@ class _Run:
     def _enumerate_forced(self, subject: Subject, num_draft: int) -> bool:
         """Returns whether the drafter draws with ``Context.gumbel``, so that drafts are forced."""
         system = subject.system(self.rule, num_draft)
-        K, V, name = system.num_draft, system.target.vocab_size, subject.drafter.name
+        K = system.num_draft
+        V = system.target.vocab_size
+        name = subject.drafter.name
         drafts = V ** min(K, 8) if system.drafter.is_sampled else 1  # an upper bound
         each = drafts * 2**K * V
         starts = [prefixes(subject, len(self.rows), size) for size in (3, 2, 1, 0)]
@@ -304,7 +310,8 @@ class _Run:
 
     def _memory(self) -> None:
         """Calls with the same prompts and seeds, between which a drafter has learned."""
-        subject, memory = self.main, self.memory
+        subject = self.main
+        memory = self.memory
         if not subject.drafter.has_memory:  # a rule is certified: with one that has
             memory = History(_REMEMBERED)
             drafter = suffix(NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
@@ -374,7 +381,8 @@ class _Run:
 
         Such a rule is not enumerated, so at last it is called for each row in a batch of one.
         """
-        subject, B = self.main, len(self.rows) * _PLACES
+        subject = self.main
+        B = len(self.rows) * _PLACES
         of = np.full(B, _TEXT_SETTING)
         if self.is_coupled:
             of = np.tile(np.arange(len(self.rows)), _PLACES)
@@ -389,7 +397,8 @@ class _Run:
         seeds = np.arange(B)
         state = loop.generate(loop.prefill(of, seeds))
         output = loop.output(state, of)
-        K, name = loop.system.num_draft, subject.drafter.name
+        K = loop.system.num_draft
+        name = subject.drafter.name
         drafts = f"{K} draft{'s' * (K > 1)} of {name}, and a target near them"
         if self.is_coupled:
             loop.check_equal(loop.plain(of, seeds), output, of, "by plain decoding")
@@ -430,8 +439,10 @@ class _Run:
         self, loop: Loop, subject: Subject, of: np.ndarray, output: np.ndarray
     ) -> np.ndarray:
         """Decodes half of the rows in other places, beside others; returns those others' output."""
-        half, B = len(of) // 2, len(of)
-        rest, seeds = slice(None, half - 1, -1), np.arange(B)
+        half = len(of) // 2
+        B = len(of)
+        rest = slice(None, half - 1, -1)
+        seeds = np.arange(B)
         moved = loop.decode(
             np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
         )
@@ -462,10 +473,13 @@ class _Run:
           outputs: Of the first of these, decoded with other seeds each.
           drafts: What they were decoded with.
         """
-        R, V = len(self.rows), loop.system.target.vocab_size
+        R = len(self.rows)
+        V = loop.system.target.vocab_size
         size = max(n for n in range(1, 5) if n == 1 or V**n <= _CELLS)
         begin = int(size == 1)  # of one token only, the second, since the first is prefill's
-        counts, left, done = np.zeros((R, *[V] * size), np.int64), [*outputs], 0
+        counts = np.zeros((R, *[V] * size), np.int64)
+        left = [*outputs]
+        done = 0
         while left or done < self.trials * R:
             some = left.pop(0) if left else loop.decode(of, np.arange(done, done + len(of)))
             np.add.at(counts, (of[: len(some)], *some[:, begin : begin + size].T), 1)

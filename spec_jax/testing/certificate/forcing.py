@@ -89,7 +89,8 @@ def possible_drafts(
         if i == K:
             yield tokens, weight
             return
-        way, node = [], parents[i]
+        way = []
+        node = parents[i]
         while node:
             way.insert(0, tokens[node - 1])
             node = parents[node - 1]
@@ -135,7 +136,8 @@ def force(
     Raises:
       ProposalError: a proposal is at fault.
     """
-    V, K = system.target.vocab_size, system.num_draft
+    V = system.target.vocab_size
+    K = system.num_draft
     contexts = make_contexts(rows, items, width_of(rows, num_tokens, K), V)
     push = np.zeros((len(items), K, V), np.float32)
     for i, parent in enumerate(parents_of(system)):
@@ -224,10 +226,12 @@ def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
 
 def matches_report(drawn: Proposal, gumbel: np.ndarray, parents: Sequence[int]) -> np.ndarray:
     """bool[N], whether each token is its parent's Gumbel-max draw, earlier siblings left out."""
-    probs, is_drawn = np.array(drawn.probs), np.ones(len(drawn.tokens), bool)
+    probs = np.array(drawn.probs)
+    is_drawn = np.ones(len(drawn.tokens), bool)
     is_offered = np.asarray(drawn.is_offered)
     for i, parent in enumerate(parents):
-        q, token = probs[:, parent], drawn.tokens[:, i]
+        q = probs[:, parent]
+        token = drawn.tokens[:, i]
         at = np.flatnonzero((q.max(axis=1) > 0) & is_offered[:, i])
         is_drawn[at] &= is_argmax(token[at], q[at], gumbel[at, parent])
         np.put_along_axis(q, token[:, None], 0.0, axis=1)

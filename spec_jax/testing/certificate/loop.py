@@ -58,8 +58,12 @@ class Loop:
         slots: int,
         run: Callable[..., Any] | None = None,
     ):
-        self.system, self.params, self.rows, self.num_tokens = system, params, rows, num_tokens
-        self.slots, self.run = slots, run or _generate
+        self.system = system
+        self.params = params
+        self.rows = rows
+        self.num_tokens = num_tokens
+        self.slots = slots
+        self.run = run or _generate
         self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
         self._prompts = np.zeros((len(rows), self._lengths.max()), np.int32)
         for row, prompt in zip(self._prompts, (row.prompt for row in rows)):
@@ -116,7 +120,8 @@ class Loop:
         tokens = np.asarray(state.tokens)
         if len(early):
             b = early[0]
-            row, reason = self.rows[of[b]], decoding.Finish(int(finish[b]))
+            row = self.rows[of[b]]
+            reason = decoding.Finish(int(finish[b]))
             text = tokens[b, : int(state.total[b])]
             output = text[len(row.prompt) :].tolist()
             place = where(row, output, self.system.num_draft)
@@ -234,7 +239,8 @@ class Loop:
         Raises:
           CertificateError: the p-value is smaller, or a token has probability 0.
         """
-        R, K = len(self.rows), self.system.num_draft
+        R = len(self.rows)
+        K = self.system.num_draft
         emitted, expected, variance = np.zeros((3, R + 1))  # the last: of all rows together
         ranges = []
 
@@ -249,7 +255,8 @@ class Loop:
         rows = of[: len(output)]
         for r, tokens in zip(rows.tolist(), output.tolist()):
             for i in range(1, len(tokens)):
-                before, token = tuple(tokens[:i]), tokens[i]
+                before = tuple(tokens[:i])
+                token = tokens[i]
                 p = dist_of(r, before)
                 if p[token] == 0:
                     raise CertificateError(
@@ -308,7 +315,8 @@ def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, 
     total = seen.sum()
     for depth in range(1, seen.ndim + 1):
         rest = tuple(range(depth, seen.ndim))
-        o, p = seen.sum(axis=rest), dist.sum(axis=rest)
+        o = seen.sum(axis=rest)
+        p = dist.sum(axis=rest)
         off = np.abs(o - total * p) / np.sqrt(np.maximum(total * p, 1e-3))
         worst = np.unravel_index(off.argmax(), off.shape)
         if off[worst] > 6 or depth == seen.ndim:

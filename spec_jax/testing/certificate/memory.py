@@ -74,12 +74,14 @@ def certify_memory(
     Raises:
       CertificateError: the tokens of a call do not have the target's distribution.
     """
-    V, warm = system.target.vocab_size, SamplerConfig(temperature=1.0)
+    V = system.target.vocab_size
+    warm = SamplerConfig(temperature=1.0)
     last = (0, 1)  # the target reads no more of a prompt
     width = 0 if memory is not None else int(np.ceil(np.log(rows) / np.log(V)))
     own = np.arange(rows)[:, None] // V ** np.arange(width) % V
     prompts = np.concatenate([own, np.tile(last, (rows, 1))], axis=1).astype(np.int32)
-    length, size = prompts.shape[1], 1 + _NUM_TOKENS
+    length = prompts.shape[1]
+    size = 1 + _NUM_TOKENS
     memories = None if memory is None else [copy.copy(memory) for _ in range(rows)]
     if memories is not None:
         system = system._replace(drafter=a_memory_each(system.drafter))
@@ -91,7 +93,8 @@ def certify_memory(
         if first[t] > 0
     )
     full = lambda value: jnp.full((rows,), value, jnp.int32)
-    sampler, p_value = make_sampler(warm, rows, V, range(rows)), 1.0
+    sampler = make_sampler(warm, rows, V, range(rows))
+    p_value = 1.0
     for call in range(_NUM_CALLS):
         if memories is not None:
             each = [memory.params for memory in memories]

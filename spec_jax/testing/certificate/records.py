@@ -188,7 +188,8 @@ def describe(config: SamplerConfig) -> str:
 
 def settings_of(row: Row) -> str:
     """Returns the settings of target and draft."""
-    ours, theirs = describe(row.target), describe(row.draft)
+    ours = describe(row.target)
+    theirs = describe(row.draft)
     return f"{ours}, draft {'alike' if ours == theirs else theirs}"
 
 

@@ -67,7 +67,8 @@ def force_all(
     Raises:
       CertificateError: the drafter does not report distributions, or others than stated.
     """
-    drafter, parents = system.drafter, parents_of(system)
+    drafter = system.drafter
+    parents = parents_of(system)
     drafts = all_drafts(system)
     items = [prefix for prefix in prefixes for _ in drafts]
     wanted = np.asarray(drafts * len(prefixes))
@@ -75,7 +76,9 @@ def force_all(
     if not drafter.is_sampled:
         return forced
     reports = _reports(system, rows, forced, wanted, parents, stated)
-    weights, seen, keep = np.zeros(len(items)), set(), []
+    weights = np.zeros(len(items))
+    seen = set()
+    keep = []
     is_dropped = forced.proposal.is_dropped
     is_dropped = np.zeros(wanted.shape, bool) if is_dropped is None else np.asarray(is_dropped)
     for i, prefix in enumerate(items):
@@ -108,7 +111,8 @@ def check_report(
 
 def first_drafts(forced: Forced, offered: int) -> Forced:
     """Returns the rounds with at most ``offered`` drafts; the others are blank."""
-    proposal, groups = forced.proposal, {}
+    proposal = forced.proposal
+    groups = {}
     for i, item in enumerate(forced.items):
         groups.setdefault((item, tuple(proposal.tokens[i, :offered].tolist())), []).append(i)
     index = np.asarray([group[0] for group in groups.values()])
@@ -127,7 +131,8 @@ def first_drafts(forced: Forced, offered: int) -> Forced:
 
 def with_confidence(forced: Forced) -> Forced:
     """Returns the rounds with a confidence in each draft, which depends on the drafts before it."""
-    proposal, drawn = forced.proposal, defaultdict(np.random.default_rng(5).random)
+    proposal = forced.proposal
+    drawn = defaultdict(np.random.default_rng(5).random)
     confidence = [
         [drawn[item, tuple(tokens[:i])] for i in range(len(tokens))]
         for item, tokens in zip(forced.items, proposal.tokens.tolist())
@@ -154,7 +159,8 @@ def _reports(system, rows, forced: Forced, wanted, parents, stated):
     """The distribution f64[V] after each (prefix, way) at which a draft was offered."""
     reports = {}
     probs = np.asarray(forced.proposal.probs, np.float64)
-    name, K = system.drafter.name, system.num_draft
+    name = system.drafter.name
+    K = system.num_draft
     is_offered = np.asarray(forced.proposal.is_offered)
     for i, prefix in enumerate(forced.items):
         draft = _drawn(forced, wanted, i)
@@ -248,7 +254,9 @@ def check_draws(
     Raises:
       CertificateError: the draws have another distribution.
     """
-    parents, tests, num_rounds = parents_of(system), [], 0
+    parents = parents_of(system)
+    tests = []
+    num_rounds = 0
     contexts = make_contexts(
         rows, prefixes, width_of(rows, num_tokens, system.num_draft), system.target.vocab_size
     )
@@ -282,11 +290,14 @@ def _tests(proposal, parents):
     """Yields the p-value of every node's tokens, given the drafts before, and the worst cell."""
     tokens = np.asarray(proposal.tokens, np.int64)
     probs = np.asarray(proposal.probs, np.float64)
-    V, before = probs.shape[2], np.zeros(len(tokens), np.int64)
+    V = probs.shape[2]
+    before = np.zeros(len(tokens), np.int64)
     is_offered = np.asarray(proposal.is_offered)
     for i, parent in enumerate(parents):
         offered = np.flatnonzero(is_offered[:, i])
-        statistic, freedom, cells = 0.0, 0, []
+        statistic = 0.0
+        freedom = 0
+        cells = []
         for code in np.unique(before[offered]):
             at = offered[before[offered] == code]
             q = probs[at, parent].mean(axis=0)

@@ -125,7 +125,9 @@ def compare(
     for item, emitted, *weight in found:
         num_outcomes += 1
         after[forced.items[item]][emitted] += weight
-    worst, first, ranges = 0.0, None, []
+    worst = 0.0
+    first = None
+    ranges = []
     for (row, output), ends in after.items():
         differences = _differences(ends, missed[row, output], rows[row], output, logits_of)
         for difference, dist in differences:
@@ -171,7 +173,8 @@ def _differences(ends, missed: float, row: Row, output, logits_of):
         dist = reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
         largest = None
         for token, p in enumerate(dist.tolist()):
-            longer, joint = (*emitted, token), expected * p
+            longer = (*emitted, token)
+            joint = expected * p
             now_ended = ended * p + ends.get(longer, none)
             now, rounding = through.get(longer, none) + now_ended
             more = steps + 1 + (abs(math.log(p)) if p > 0 else 0.0)

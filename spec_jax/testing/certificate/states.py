@@ -47,7 +47,9 @@ def check_states(loop: Loop, state: decoding.DecodeState, of: np.ndarray) -> tup
     Raises:
       CertificateError: they differ.
     """
-    system, V, K = loop.system, loop.system.target.vocab_size, loop.system.num_draft
+    system = loop.system
+    V = loop.system.target.vocab_size
+    K = loop.system.num_draft
     noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
     noise = np.broadcast_to(noise, (len(of), K, V))  # of all rows, whatever their place
     kept = propose_next(system, loop.params, state, noise)
@@ -62,7 +64,8 @@ def check_states(loop: Loop, state: decoding.DecodeState, of: np.ndarray) -> tup
         return float(off.max()), asked
     total = np.asarray(state.total)
     b = differing[total[differing].argmin()]
-    row, tokens = loop.rows[of[b]], np.asarray(state.tokens)[b]
+    row = loop.rows[of[b]]
+    tokens = np.asarray(state.tokens)[b]
     output = tokens[len(row.prompt) : total[b]]
     kinds = np.asarray(state.kind)[b, len(row.prompt) : total[b]]
     kinds = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)

@@ -23,7 +23,9 @@ from spec_jax.testing.oracles import Row, toy_logits
 from spec_jax.tree import Tree
 
 NUM_TOKENS = 3  # of a target that certify makes
-_PADDED, _PADDED_DRAFT = 5, 4  # ids of a target and of a draft whose last ids are padding
+# ids of a target and of a draft whose last ids are padding
+_PADDED = 5
+_PADDED_DRAFT = 4
 _MAX_VOCAB = 64
 _TREE = Tree((0, 0, 1))
 _PROMPTS = ((0, 1), (2,), (1, 1, 2))

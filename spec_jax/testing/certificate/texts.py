@@ -38,7 +38,8 @@ def near_target(loop: Loop, of: np.ndarray) -> dict[str, Any]:
       of: i64[B], the rows after whose outputs the drafter is asked.
     """
     state = loop.generate(loop.prefill(of, np.arange(len(of))))
-    V, K = loop.system.target.vocab_size, loop.system.num_draft
+    V = loop.system.target.vocab_size
+    K = loop.system.num_draft
     noise = np.random.default_rng(4).gumbel(size=(len(of), K, V)).astype(np.float32)
     proposal = propose_next(loop.system, loop.params, state, noise)
     tokens, length, proposal = jax.tree.map(np.asarray, (state.tokens, state.length, proposal))
@@ -48,7 +49,8 @@ def near_target(loop: Loop, of: np.ndarray) -> dict[str, Any]:
     context %= len(logits)
     q = np.eye(V)[proposal.tokens[:, 0]] if proposal.probs is None else proposal.probs[:, 0]
     is_offered = np.asarray(proposal.is_offered)[:, 0]
-    total, count = np.zeros(logits.shape), np.zeros((len(logits), 1))
+    total = np.zeros(logits.shape)
+    count = np.zeros((len(logits), 1))
     np.add.at(total, context[is_offered], q[is_offered])
     np.add.at(count, context[is_offered], 1)
     temperature = loop.rows[of[0]].target.temperature or 1.0
@@ -158,7 +160,8 @@ def _test(which: str, is_tested, output, probs) -> Iterator[tuple[float, str]]:
       output: i64[N,1+T].
       probs: f64[N,T,V], their distributions.
     """
-    V, (rows, places) = probs.shape[2], np.nonzero(is_tested)
+    V = probs.shape[2]
+    rows, places = np.nonzero(is_tested)
     if len(rows) < _PER_CELL * V:
         return
     size = min(1 + int(places.min()), _CONTEXT)
@@ -188,7 +191,8 @@ def _neighbours(output, probs) -> Iterator[tuple[float, str]]:
     if num_classes < 2:
         return
     of_class = np.arange(V)[:, None] % num_classes == np.arange(num_classes)
-    seen, expected = of_class[output[:, 1:]].astype(np.float64), probs @ of_class
+    seen = of_class[output[:, 1:]].astype(np.float64)
+    expected = probs @ of_class
     for begin in (0, 1):
         pairs = slice(begin, N - 1, 2), slice(begin + 1, N, 2)
         for which, places in _windows(T):

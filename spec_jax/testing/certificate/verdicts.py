@@ -111,7 +111,8 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     places = np.arange(len(index))
     drawn = again.tokens[places, again.n_accept]
     dist = np.asarray(verdict.replacement, np.float64)[places, token]
-    n, possible = verdict.n_accept, np.flatnonzero(dist > 0)
+    n = verdict.n_accept
+    possible = np.flatnonzero(dist > 0)
     is_gumbel_max = is_argmax(drawn, again.replacement, gumbel[:, 0]).all()
     is_gumbel_max &= (verdict.tokens[places, n] == token)[possible].all()
     p_value = None
@@ -188,7 +189,8 @@ def _test_last(items: Sequence[tuple[int, tuple[int, ...]]], verdict: Verdict) -
     places = np.arange(len(items))
     texts = {item: i for i, item in enumerate(dict.fromkeys(items))}
     by_text = np.asarray([texts[item] for item in items])
-    V, P = verdict.replacement.shape[1], verdict.tokens.shape[1]
+    V = verdict.replacement.shape[1]
+    P = verdict.tokens.shape[1]
     by_row = np.asarray([row for row, _ in items]) * P + verdict.n_accept
     off, variance = np.zeros((2, 2, 2, 1 + max(by_text.max(), by_row.max()), V))
     dist = np.asarray(verdict.replacement, np.float64)
@@ -230,7 +232,9 @@ def sample_verdicts(
       trials: draws for each (row, output).
       chunk: draws made at once.
     """
-    free, K, V = np.random.default_rng(3), forced.proposal.tokens.shape[1], forced.logits.shape[2]
+    free = np.random.default_rng(3)
+    K = forced.proposal.tokens.shape[1]
+    V = forced.logits.shape[2]
     places = defaultdict(list)
     for i, item in enumerate(forced.items):
         places[item].append(i)
