@@ -61,7 +61,10 @@ class Fitted(NamedTuple):
         Returns:
           The matplotlib figure.
         """
-        is_number = lambda name: isinstance(self.log[0][name], int | float)
+
+        def is_number(name):
+            return isinstance(self.log[0][name], int | float)
+
         names = ["loss", *(n for n in self.log[0] if n not in ("step", "loss") and is_number(n))]
         points = {n: [(line["step"], line[n]) for line in self.log if n in line] for n in names}
         return plots.plot_lines(points, "step", axes)

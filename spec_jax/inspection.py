@@ -112,8 +112,13 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
         if holds_modules(hf, frozenset(shapes)):
             notes.append("it holds MTP modules; load_mtp(…, target) reads them")
         notes += _compare(config, shapes)
-    is_float = lambda dtype: dtype != "bool" and not dtype.startswith(("int", "uint"))
-    is_kept = lambda name, dtype: is_float(dtype) and not name.endswith(SCALE)
+
+    def is_float(dtype):
+        return dtype != "bool" and not dtype.startswith(("int", "uint"))
+
+    def is_kept(name, dtype):
+        return is_float(dtype) and not name.endswith(SCALE)
+
     kept = {name: x for name, x in shapes.items() if is_kept(name, x[1])}
     counted = sum(math.prod(shape) for shape, _ in kept.values())
     return Inspection(
@@ -186,7 +191,10 @@ def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
     parts = ("transformer_layer_config", "text_config", "dflash_config")
     inner = next((hf[name] for name in parts if hf.get(name)), {})
     said = {**hf, **(inner if isinstance(inner, Mapping) else {})}
-    plain = lambda value: value if is_integer(value) or isinstance(value, str) else shown(value)
+
+    def plain(value):
+        return value if is_integer(value) or isinstance(value, str) else shown(value)
+
     facts = {"family": plain(said["model_type"])} if "model_type" in said else {}
     facts |= {text: plain(said[key]) for key, text in _SHAPE.items() if said.get(key) is not None}
     if config is not None:
@@ -234,7 +242,10 @@ def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
         asked.discard("lm_head.weight")
     missing = sorted(asked - names)
     others = sorted(names - asked)
-    some = lambda names: ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+    def some(names):
+        return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
     notes = []
     if missing:
         notes.append(f"tensors are missing, {len(missing)}: {some(missing)}")

@@ -91,7 +91,7 @@ def paired_speedup(
     parts = [np.asarray(x, float) for x in (plain_s, own_tokens, own_s, plain_tokens)]
     if any(part.sum() <= 0 for part in parts):
         return Interval(math.nan, math.nan, math.nan)
-    found, = jackknife(
+    (found,) = jackknife(
         lambda plain_s, tokens, own_s, plain_tokens: np.stack(
             [plain_s * tokens / (own_s * plain_tokens)], axis=-1
         ),

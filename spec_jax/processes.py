@@ -115,9 +115,15 @@ def from_writer(value: Any) -> Any:
     with _said:
         _num_said += 1
         number = _num_said
-    key = lambda number, part=0: f"{_ROOT}/said/{number}/{part}"
+
+    def key(number, part=0):
+        return f"{_ROOT}/said/{number}/{part}"
+
     if not is_writer():
-        get = lambda part: _client().blocking_key_value_get(key(number, part), _FOREVER_MS)
+
+        def get(part):
+            return _client().blocking_key_value_get(key(number, part), _FOREVER_MS)
+
         num_parts, _, text = get(0).partition(":")
         return json.loads(text + "".join(map(get, range(1, int(num_parts)))))
     text = json.dumps(value)

@@ -81,12 +81,18 @@ class Sampler:
           lengths: i32[B].
           vocab_size: V.
         """
-        start = lambda active: active.start(tokens, lengths, vocab_size)
+
+        def start(active):
+            return active.start(tokens, lengths, vocab_size)
+
         return self.replace(processors=tuple(map(start, self.processors)))
 
     def advance(self, tokens: jax.Array, n: jax.Array) -> Sampler:
         """Returns the sampler after the first n (i32[B]) of i32[B,P] tokens of each row."""
-        advance = lambda active: active.advance(tokens, n)
+
+        def advance(active):
+            return active.advance(tokens, n)
+
         return self.replace(processors=tuple(map(advance, self.processors)))
 
     def insert_row(self, row: jax.Array | int, other: Sampler) -> Sampler:
@@ -220,7 +226,10 @@ def make_sampler(
     seeds = _seed_column(own_seeds if seeds is None else seeds, batch)
     warm = [c for c in configs if c.temperature >= GREEDY_BELOW]  # no filter changes an argmax
     has_filters = any(c.top_k > 0 or c.top_p < 1 or c.min_p > 0 for c in warm)
-    column = lambda values, dtype=jnp.float32: jnp.asarray(list(values), dtype)
+
+    def column(values, dtype=jnp.float32):
+        return jnp.asarray(list(values), dtype)
+
     # Both in float64: float32 rounds some temperatures up to GREEDY_BELOW, and small min_p to 0.
     temperatures = (c.temperature if c.temperature >= GREEDY_BELOW else 0.0 for c in configs)
     log_min_p = (math.log(c.min_p) if c.min_p > 0 else -math.inf for c in configs)
@@ -298,11 +307,14 @@ def _process(logits, sampler, drafted, is_before, *, is_argmax):
                 x = active.apply(x, drafted, is_before)
     if is_argmax:
         return x
-    point = lambda: jnp.where(
-        jnp.arange(x.shape[-1]) == argmax(x)[..., None],
-        jnp.where(jnp.isfinite(x), 0.0, x),
-        -jnp.inf,
-    )
+
+    def point():
+        return jnp.where(
+            jnp.arange(x.shape[-1]) == argmax(x)[..., None],
+            jnp.where(jnp.isfinite(x), 0.0, x),
+            -jnp.inf,
+        )
+
     if sampler.temperature is None:
         return point()
     is_greedy = sampler.is_greedy
@@ -327,7 +339,10 @@ def _is_dropped(x_BTV, filters: Filters):
     best = x_BTV.max(axis=-1, keepdims=True)
     kept, is_enough = _of_largest(x_BTV, best, filters, min(V, _NARROW))
     if V > _NARROW:
-        of_all = lambda: _of_largest(x_BTV, best, filters, V)[0]
+
+        def of_all():
+            return _of_largest(x_BTV, best, filters, V)[0]
+
         kept = jax.lax.cond(is_enough, lambda: kept, of_all)
     kth, nucleus, last_id = kept
     floor = jnp.maximum(kth, best + filters.log_min_p[:, None, None])
@@ -398,7 +413,10 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     Returns:
       f32[...,k] and i32[...,k].
     """
-    sort = lambda x: tuple(jax.lax.top_k(x, k))
+
+    def sort(x):
+        return tuple(jax.lax.top_k(x, k))
+
     search = functools.partial(_one_by_one, k=k)
     return jax.lax.platform_dependent(x, tpu=search if k <= _FEW else sort, default=sort)
 

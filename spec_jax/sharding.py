@@ -273,7 +273,10 @@ def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
     """
     if "embed" not in _rules.get():
         return weight
-    whole = lambda x: constrain(x, *(None if axis == "embed" else axis for axis in axes))
+
+    def whole(x):
+        return constrain(x, *(None if axis == "embed" else axis for axis in axes))
+
     gather = jax.custom_vjp(whole)
     gather.defvjp(lambda x: (whole(x), None), lambda _, grad: (constrain(whole(grad), *axes),))
     return gather(weight)
@@ -289,7 +292,7 @@ def gather_rows(x: jax.Array) -> jax.Array:
     mesh = ambient()
     if mesh is None:
         return x
-    rows, = spec((EVERY_AXIS,), x.shape[:1], mesh)
+    (rows,) = spec((EVERY_AXIS,), x.shape[:1], mesh)
     matrix = jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None))
     return matrix.reshape(x.shape)
 
@@ -325,7 +328,10 @@ def keep_layout(x: jax.Array) -> jax.Array:
 def _in_stored_layout(x: jax.Array) -> jax.Array:
     """A TPU stores tiles of 8 rows of 128, and turns the last two dimensions if that pads less."""
     order = list(range(x.ndim))
-    padded = lambda rows, width: -(-rows // 8) * -(-width // 128)
+
+    def padded(rows, width):
+        return -(-rows // 8) * -(-width // 128)
+
     if x.ndim > 1 and padded(x.shape[-1], x.shape[-2]) < padded(x.shape[-2], x.shape[-1]):
         order[-2:] = order[:-3:-1]
     return with_layout_constraint(x, Layout(tuple(order)))
@@ -340,7 +346,10 @@ def place(tree: Any, where: Any) -> Any:
     """
     if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         return jax.device_put(tree, where)
-    put = lambda sharding, part: jax.tree.map(lambda x: x.update(sharding=sharding), part)
+
+    def put(sharding, part):
+        return jax.tree.map(lambda x: x.update(sharding=sharding), part)
+
     return jax.tree.map(put, where, tree)
 
 
@@ -349,8 +358,13 @@ def state_axes(state: Any) -> Any:
 
     Nodes with a method ``axes`` say theirs. Every other array has the batch first.
     """
-    declared = lambda node: hasattr(node, "axes")
-    leaf = lambda node: node.axes() if declared(node) else PartitionSpec("batch")
+
+    def declared(node):
+        return hasattr(node, "axes")
+
+    def leaf(node):
+        return node.axes() if declared(node) else PartitionSpec("batch")
+
     return jax.tree.map(leaf, state, is_leaf=declared)
 
 
@@ -363,7 +377,10 @@ def constrain_state(state: Any) -> Any:
 
 def place_state(state: Any, mesh: Mesh) -> Any:
     """Copies a state that lies elsewhere to a mesh, split as ``constrain_state`` does."""
-    put = lambda x, axes: jax.device_put(x, named(axes, x.shape, mesh))
+
+    def put(x, axes):
+        return jax.device_put(x, named(axes, x.shape, mesh))
+
     return jax.tree.map(put, state, state_axes(state))
 
 
@@ -372,8 +389,13 @@ def take_rows(state: Any, rows: jax.Array) -> Any:
 
     Nodes with a method ``take_rows`` give theirs. Every other array has the batch first.
     """
-    has_own = lambda node: hasattr(node, "take_rows")
-    take = lambda node: node.take_rows(rows) if has_own(node) else take_of_array(node, rows)
+
+    def has_own(node):
+        return hasattr(node, "take_rows")
+
+    def take(node):
+        return node.take_rows(rows) if has_own(node) else take_of_array(node, rows)
+
     return jax.tree.map(take, state, is_leaf=has_own)
 
 
@@ -432,9 +454,16 @@ def by_shard(
 def _on_shards(function, args, out, in_axes, out_axes):
     """Runs ``by_shard``'s function, whose result has the shapes ``out``."""
     mesh = ambient()
-    is_axes = lambda x: isinstance(x, PartitionSpec)
-    each = lambda axes, part: jax.tree.map(lambda x: spec(axes, x.shape, mesh), part)
-    specs = lambda axes, tree: jax.tree.map(each, axes, tree, is_leaf=is_axes)
+
+    def is_axes(x):
+        return isinstance(x, PartitionSpec)
+
+    def each(axes, part):
+        return jax.tree.map(lambda x: spec(axes, x.shape, mesh), part)
+
+    def specs(axes, tree):
+        return jax.tree.map(each, axes, tree, is_leaf=is_axes)
+
     return jax.shard_map(
         function, in_specs=specs(in_axes, args), out_specs=specs(out_axes, out), check_vma=False
     )(*args)
@@ -486,8 +515,13 @@ def by_row(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[.
                 f"by_row: of {rows} rows, arrays of shapes {given} are given and {returned} are "
                 "returned; expected the rows as the first dimension"
             )
-        axes = lambda x: PartitionSpec(rows_axis if x.ndim and x.shape[0] == rows else None)
-        tree = lambda arrays: jax.tree.map(axes, arrays)
+
+        def axes(x):
+            return PartitionSpec(rows_axis if x.ndim and x.shape[0] == rows else None)
+
+        def tree(arrays):
+            return jax.tree.map(axes, arrays)
+
         return _on_shards(function, args, out, tree(args), tree(out))
 
     return run

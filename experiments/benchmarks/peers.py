@@ -158,7 +158,10 @@ def commands(config: ConfigDict) -> dict[str, tuple[list[str], dict[str, str]]]:
     if python:  # this interpreter's path would make another one import the wrong packages
         theirs.pop("PYTHONPATH", None)
     theirs |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    line = lambda python, name: [python, "-m", f"experiments.benchmarks.{name}_worker"]
+
+    def line(python, name):
+        return [python, "-m", f"experiments.benchmarks.{name}_worker"]
+
     return {
         THEIRS: (line(python or sys.executable, THEIRS), theirs),
         OURS: (line(sys.executable, OURS), dict(os.environ)),
@@ -232,7 +235,10 @@ def _measure_dtype(
 ) -> Measured:
     """Returns what was measured; what one method refuses is left out, and a note says so."""
     timers = {}
-    label = lambda cell: cell.label(config.peers.head)
+
+    def label(cell):
+        return cell.label(config.peers.head)
+
     for cell in cells(config.peers.ks, bool(config.peers.head)):
         try:
             timers[cell] = Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
@@ -329,11 +335,17 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
         "rows as peer",
         "first run, s",
     )
-    median = lambda values: "" if values is None else f"{np.median(values):.2f}"
+
+    def median(values):
+        return "" if values is None else f"{np.median(values):.2f}"
+
     rows = []
     for dtype, measured in found.items():
         for cell in sorted(measured.ms, key=lambda c: (c.side, str(c.k_text), c.method)):
-            count = lambda n, rows=measured.rows: "" if n is None else f"{n} of {rows}"
+
+            def count(n, rows=measured.rows):
+                return "" if n is None else f"{n} of {rows}"
+
             tau = measured.timers[cell].tau
             is_plain = cell == cell.plain
             rows.append(

@@ -27,8 +27,12 @@ def load(setup: dict):
 
     @functools.cache
     def decoder(method: str, k: int, ngram_max: int) -> SpeculativeDecoder:
-        copying = lambda: SpeculativeConfig("ngram", k, ngram_max=ngram_max, ngram_min=1)
-        of_draft = lambda draft: (draft, SpeculativeConfig(draft.method, k))
+        def copying():
+            return SpeculativeConfig("ngram", k, ngram_max=ngram_max, ngram_min=1)
+
+        def of_draft(draft):
+            return (draft, SpeculativeConfig(draft.method, k))
+
         parts = {
             "plain": lambda: (None, None),
             "ngram": lambda: (None, copying()),

@@ -101,19 +101,26 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     decoder = SpeculativeDecoder(target, draft, synthetic_chain(K, config.conditional_rate))
     plain_decoder = SpeculativeDecoder(target)
     system = decoder.system()
-    begin = lambda made, n: [start(made.system(), made.params(), [prompt], slots, n)]
+
+    def begin(made, n):
+        return [start(made.system(), made.params(), [prompt], slots, n)]
+
     states = begin(plain_decoder, config.plain_tokens)
     makers = {name: functools.partial(plain_timer, target, states, name) for name in PLAIN}
     _, tried = measure_all("llama110m, plain loops", makers, config.repeats)
-    fastest = lambda names: min(names, key=lambda name: float(np.median(tried[name])))
+
+    def fastest(names):
+        return min(names, key=lambda name: float(np.median(tried[name])))
+
     fastest_in = {d: fastest([n for n, plain in PLAIN.items() if plain.dtype == d]) for d in DTYPES}
     variant = fastest(PLAIN)
     states = begin(plain_decoder, config.new_tokens)
     read = {d: _bytes_read(in_dtype(target, d).cpu_layout.prepare(1)) for d in DTYPES}
     passes = functools.partial(round_timer, target, draft, slots=slots, batch=1, iterations=ROUNDS)
-    generate = lambda new_tokens, **options: GenerateTimer(
-        system, decoder.params(1), begin(decoder, new_tokens), **options
-    )
+
+    def generate(new_tokens, **options):
+        return GenerateTimer(system, decoder.params(1), begin(decoder, new_tokens), **options)
+
     long = slots - len(prompt) - K - 1
     makers = {"speculative": lambda: generate(config.new_tokens)}
     for d in DTYPES:

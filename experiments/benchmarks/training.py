@@ -69,7 +69,10 @@ def lm_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     width = shape.num_attention_heads * shape.head_dim
     attention = attention_flops(width, config.length, tokens) * shape.num_hidden_layers
     flops = 6 * tokens * num_params(shape) + 3 * attention
-    run = lambda state: step(state, batch)[0]
+
+    def run(state):
+        return step(state, batch)[0]
+
     return TrainingCase("language model", run, TrainState.create(params, optimizer), flops, tokens)
 
 
@@ -95,7 +98,10 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     batch = Batch(tokens, mask, jax.random.key(0))
     table = head_table(shape)
     count = config.batch * T
-    size = lambda name: int(np.prod(table[name].shape))
+
+    def size(name):
+        return int(np.prod(table[name].shape))
+
     matrices = sum(size(name) for name in table if len(table[name].shape) == 2)
     layer = shape.layer
     outer = target.config
@@ -105,7 +111,10 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     flops += 2 * count * num_params(outer)
     width = outer.num_attention_heads * outer.head_dim
     flops += attention_flops(width, T, count) * outer.num_hidden_layers
-    run = lambda state: step(state, batch, target.params)[0]
+
+    def run(state):
+        return step(state, batch, target.params)[0]
+
     return TrainingCase(
         f"EAGLE-3, {K} steps", run, TrainState.create(params, optimizer), flops, count
     )
@@ -133,7 +142,10 @@ def matmul_timer(rows: int, d_in: int, d_out: int) -> Timer:
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, d_in))
     w = jax.random.normal(keys[1], (d_in, d_out))
-    run = lambda carry: _matmuls(carry, x, w, repeats=_MATMULS)
+
+    def run(carry):
+        return _matmuls(carry, x, w, repeats=_MATMULS)
+
     return loop_timer(run, jnp.zeros(()), _MATMULS)
 
 

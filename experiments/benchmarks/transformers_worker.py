@@ -30,9 +30,12 @@ def load(setup: dict):
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(setup["threads"])
-    read = lambda directory: transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, setup["dtype"])
-    ).eval()
+
+    def read(directory):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, setup["dtype"])
+        ).eval()
+
     target = read(setup["target"])
     draft = read(setup["draft"])
     own_defaults = draft.generation_config

@@ -89,9 +89,15 @@ def start(setup: Setup) -> dict[str, Any]:
 
 def describe_costs(costs: Costs) -> list[str]:
     """Returns sentences on what passes cost: of the target, of later drafts, of a round's first."""
-    share = lambda ms: f"{ms / costs.plain_ms:.2f}"
+
+    def share(ms):
+        return f"{ms / costs.plain_ms:.2f}"
+
     unsure = costs.insignificant or {}
-    mark = lambda name, k: " (not significant)" if k in unsure.get(name, ()) else ""
+
+    def mark(name, k):
+        return " (not significant)" if k in unsure.get(name, ()) else ""
+
     verify = [f"{w} tokens takes {share(ms)}" for w, ms in costs.verify_ms.items() if w > 1]
     later = [f"{share(ms)} with {name}{mark(name, 0)}" for name, ms in costs.draft_ms.items()]
     of_round = {
@@ -256,8 +262,12 @@ def _categories(group: Sequence[CellResult], temperature: float) -> list[Section
     total = sum(part.questions for name, part in known.items() if part.group == name)
 
     def section(what: str, figure: Callable[[Any], Any]) -> Section:
-        text = lambda of: (f"{figure(of(r)):.2f}" for r in drafted)
-        line = lambda name, count, of: [name, str(count), *text(of)]
+        def text(of):
+            return (f"{figure(of(r)):.2f}" for r in drafted)
+
+        def line(name, count, of):
+            return [name, str(count), *text(of)]
+
         rows = [line(n, x.questions, lambda r, n=n: r.categories[n]) for n, x in known.items()]
         rows.append(line("all", total, lambda r: r))
         title = f"{what} by category, temperature {temperature:g}"
@@ -391,7 +401,10 @@ def conditions(rep: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns names and values of what a run was made of."""
     models = rep.get("models") or {}
     prompts = rep.get("prompts")
-    draft = lambda role, model: "draft" if role == model["name"] else f"draft {role}"
+
+    def draft(role, model):
+        return "draft" if role == model["name"] else f"draft {role}"
+
     facts = [
         ("target" if role == "target" else draft(role, model), report.describe_model(model))
         for role, model in models.items()
@@ -437,7 +450,10 @@ def markdown(
     plots: Sequence[str],
 ) -> str:
     """Returns report.md: conclusions, tables, plots, conditions."""
-    listed = lambda lines: "\n".join(f"- {line}" for line in lines)
+
+    def listed(lines):
+        return "\n".join(f"- {line}" for line in lines)
+
     blocks = [listed(rep["conclusions"])]
     blocks += _body(rep, results, is_markdown=True, is_short=False) + profile.document(profiles)
     blocks += ["## Notes", listed(rep["notes"])] if rep["notes"] else []

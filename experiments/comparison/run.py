@@ -113,7 +113,10 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
     bench.run(cell, 0)  # compiles, which would tear the text apart
     print(f"\n── {question.name}, live by {cell.label} ".ljust(80, "─"))
     print(f"\033[2m{text}\033[0m" if sys.stdout.isatty() else text, end="", flush=True)
-    send = lambda row, piece: print(piece, end="", flush=True) if row == 0 else None
+
+    def send(row, piece):
+        return print(piece, end="", flush=True) if row == 0 else None
+
     stats = bench.run(cell, 0, on_token=send).rows[0].stats
     print(
         f"\n{'─' * 79}\n{stats.emitted} tokens, {stats.first} by prefill and the rest in "

@@ -101,7 +101,10 @@ class Evaluation:
         self._machines: list[Mapping[str, Any]] = []
         self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
         self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
-        take_answer = lambda line: self._lines.append(checked(line))
+
+        def take_answer(line):
+            return self._lines.append(checked(line))
+
         self._answers.read(take_answer, f"an answer; {_GOES_ON}")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
             raise ConfigError(
@@ -152,7 +155,10 @@ class Evaluation:
                 show_live(first.bench, first.cells, self.setup.questions.chosen[0])
             left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
             repeats = self.setup.config.repeats
-            turns = lambda stage: sum(len(group.batches) for group in stage.groups) * repeats
+
+            def turns(stage):
+                return sum(len(group.batches) for group in stage.groups) * repeats
+
             open_turns = sum(len(g.batches) for _, groups in left for g in groups) * repeats
             total = sum(map(turns, stages))
             bar = None

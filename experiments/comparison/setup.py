@@ -50,11 +50,22 @@ def resolve(config: ConfigDict) -> ConfigDict:
     if config.target != usual.target and config.drafts in zoo_drafts:
         # The zoo's drafts are for the zoo's target; a directory may hold modules for its own.
         config.drafts = f"{config.target},ngram" if _has_modules(config.target) else "ngram"
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    is_finite = lambda x: is_number(x) and 0 <= x < float("inf")
-    are_counts = lambda values: all(type(x) is int and x >= 1 for x in values)
-    are_of = lambda names, known: bool(names) and set(names) <= set(known)
-    hint = lambda names: next((did_you_mean(n, RULES) for n in names if n not in RULES), "")
+
+    def is_number(x):
+        return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+    def is_finite(x):
+        return is_number(x) and 0 <= x < float("inf")
+
+    def are_counts(values):
+        return all(type(x) is int and x >= 1 for x in values)
+
+    def are_of(names, known):
+        return bool(names) and set(names) <= set(known)
+
+    def hint(names):
+        return next((did_you_mean(n, RULES) for n in names if n not in RULES), "")
+
     rules = f"one or more of {', '.join(RULES)}"
     longest = config.max_prompt_tokens
     least = 0 if config.data not in (*_PIECES, _FUNCTIONS) else 1
@@ -290,7 +301,10 @@ def _load_drafts(
         except SpecJaxError as error:
             notes.append(f"{name} is left out: {error}")
     paths = [name for name in loaded if name not in copying_methods()]
-    longer = lambda name: "/".join((".", *pathlib.PurePath(name).parts)[-2:])
+
+    def longer(name):
+        return "/".join((".", *pathlib.PurePath(name).parts)[-2:])
+
     short = dict(zip(paths, report.names_of(paths)))
     labels = {name: longer(name) if label in taken else label for name, label in short.items()}
     drafts = {labels.get(name, name): draft for name, draft in loaded.items()}

@@ -50,7 +50,10 @@ def speedup(cell: dict, cells: Sequence[dict], overhead_ms: float = 0.0) -> floa
 
     gain = cell["tok_s"] / plain["tok_s"]
     if overhead_ms:
-        times = lambda c: 1 + overhead_ms / 1e3 * c["analytic"]["passes"] / c["floor_s"]
+
+        def times(c):
+            return 1 + overhead_ms / 1e3 * c["analytic"]["passes"] / c["floor_s"]
+
         gain *= times(plain) / times(cell)
     return gain
 
@@ -124,7 +127,9 @@ def line(cell: dict) -> str:
 
 
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
-    gb = lambda x: f"{x / 1e9:.2f}"
+    def gb(x):
+        return f"{x / 1e9:.2f}"
+
     compiled = cell["compiled"]
     analytic = cell["analytic"]
     fits = "yes" if _is_known(cell) else "perhaps"
@@ -264,7 +269,7 @@ def plot(path: pathlib.Path, cells: Sequence[dict]) -> None:
             for k in sorted({c["k"] for c in here} - {0}):
                 points = [(c["batch"], speedup(c, cells), c["fits"]) for c in here if c["k"] == k]
                 points.sort()
-                drawn, = axis.plot([p[0] for p in points], [p[1] for p in points], label=f"K={k}")
+                (drawn,) = axis.plot([p[0] for p in points], [p[1] for p in points], label=f"K={k}")
                 for batch, value, fits in points:
                     fill = drawn.get_color() if fits else "none"
                     axis.plot(batch, value, "o", color=drawn.get_color(), markerfacecolor=fill)

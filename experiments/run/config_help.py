@@ -113,7 +113,10 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
     order = {key: i for i, key in enumerate(known)}
     last = len(order)
     keys = sorted(values, key=lambda key: order.get(key, order.get(key.partition(".")[0], last)))
-    said = lambda key: known.get(key) or by_name.get(key.rpartition(".")[2], "")
+
+    def said(key):
+        return known.get(key) or by_name.get(key.rpartition(".")[2], "")
+
     return {key: (values[key], said(key)) for key in keys}
 
 

@@ -95,7 +95,7 @@ class Evaluations:
                 f"{self._journal.path}: steps {step} and {other} have {len(own[0])} and "
                 f"{len(theirs[0])} prompts; expected the same prompts at every step"
             )
-        difference, = jackknife(
+        (difference,) = jackknife(
             lambda t, r, u, q: np.stack([t / r - u / q], axis=-1), *own, *theirs
         )
         return found | {
@@ -110,13 +110,16 @@ class Evaluations:
 
 
 def _tau(counts: Sequence[np.ndarray]) -> Interval:
-    found, = jackknife(lambda tokens, rounds: np.stack([tokens / rounds], axis=-1), *counts)
+    (found,) = jackknife(lambda tokens, rounds: np.stack([tokens / rounds], axis=-1), *counts)
     return found.within(1.0, math.inf)
 
 
 def describe(choice: Mapping[str, Any]) -> str:
     """Returns a sentence on what ``Evaluations.choice`` has found."""
-    span = lambda low, high: f" ({low:.2f} to {high:.2f})" if low < high else ""
+
+    def span(low, high):
+        return f" ({low:.2f} to {high:.2f})" if low < high else ""
+
     on = f"on {choice['prompts']} prompt{'s' * (choice['prompts'] > 1)}"
     tau = f"tau {choice['tau']:.2f}{span(*choice['interval'])} {on}"
     if "other" not in choice:

@@ -190,19 +190,26 @@ def make_head(
         shape = head.config
         given, constants = objective.split(head.params)
         constants = jax.tree.map(lambda x: jnp.asarray(on_host(x)), constants)
+
         # copies: a training step donates
-        init = lambda key, target_params, given: jax.tree.map(jnp.array, given)
+        def init(key, target_params, given):
+            return jax.tree.map(jnp.array, given)
     else:
         reduced = {"draft_vocab_size": size} if size else {}
         shape = training.new(target.config, **reduced, **options)
         if reduced:
             constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
         fresh = initializer(kind, objective, shape, target, constants, config.head.is_warm_start)
-        init = lambda key, target_params, given: fresh(key, target_params)
+
+        def init(key, target_params, given):
+            return fresh(key, target_params)
 
     usual = {"is_remat": platform_of(placement.mesh) != "cpu"}
     loss = usual | {name: value for name, value in config.loss.items() if value is not None}
-    bind = lambda options: objective.bind(shape, target.model, options, constants)
+
+    def bind(options):
+        return objective.bind(shape, target.model, options, constants)
+
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
     spec = HeadSpec(
@@ -225,7 +232,10 @@ def make_head(
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError if a key is unknown or a value cannot be trained with."""
     cli.check_keys(config, train_head_default.get_config())
-    check = lambda ok, name, expected: cli.require(ok, config, name, expected)
+
+    def check(ok, name, expected):
+        return cli.require(ok, config, name, expected)
+
     cli.require_positive(config, "steps batch log_every")
     cli.require_positive(config, "accumulate", "optimizer")
     cli.require_positive(
@@ -381,7 +391,10 @@ class HeadExperiment(Experiment):
         keys = row_keys(jax.random.fold_in(self._key, step), len(tokens))
         begins = windows["begins"] if self.config.data.has_document_masks else None
         view = None
-        compute = lambda *windows: self._view(self.frozen, *place(windows))
+
+        def compute(*windows):
+            return self._view(self.frozen, *place(windows))
+
         if self._views is not None:
             view = self._views.view(compute, tokens, begins)
         elif has_view:

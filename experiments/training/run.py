@@ -184,7 +184,10 @@ def _write_report(
     lines = read_metrics(folder / "metrics.jsonl")
     evaluations = [line for line in lines if any(name.startswith("held_out") for name in line)]
     names = [*dict.fromkeys(n for line in evaluations for n in line if n != "cpu_s")]
-    shown = lambda value: "" if value is None else f"{value:.4g}"
+
+    def shown(value):
+        return "" if value is None else f"{value:.4g}"
+
     blocks, final = [*blocks], None
     if exported is None:
         blocks.append("The run has not ended.")

@@ -312,9 +312,16 @@ def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:
     Raises:
       ConfigError: Another process has other texts.
     """
-    crc = lambda x: 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
-    parts = lambda text: (text.tokens, text.mask, text.starts)
-    of = lambda text: [text.name, len(text.tokens), *map(crc, parts(text))]
+
+    def crc(x):
+        return 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
+
+    def parts(text):
+        return (text.tokens, text.mask, text.starts)
+
+    def of(text):
+        return [text.name, len(text.tokens), *map(crc, parts(text))]
+
     found = [of(text) for text in texts]
     processes.check_same({name: rest for name, *rest in found})
     return {"data": found}

@@ -132,7 +132,10 @@ def _check_keys(cls, values: Mapping[str, Any], names: list[str]) -> None:
         return
     guesses = [*names, *flat, *(_ALIASES if records else ())]
     hinted = [f"{key!r}{_hint(key, guesses)}" for key in unknown]
-    fields = lambda name: ", ".join(f.name for f in dataclasses.fields(records[name]))
+
+    def fields(name):
+        return ", ".join(f.name for f in dataclasses.fields(records[name]))
+
     known = [f"{name} ({fields(name)})" if name in records else name for name in names]
     raise ConfigError(
         f"unknown key {', '.join(hinted)} in {cls.__name__}; known keys: {', '.join(known)}"

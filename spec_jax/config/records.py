@@ -80,7 +80,9 @@ class TreeConfig(ConfigRecord):
     top_k: int | None = None
 
     def __post_init__(self):
-        freeze = lambda x: tuple(map(freeze, x)) if is_list(x) else x
+        def freeze(x):
+            return tuple(map(freeze, x)) if is_list(x) else x
+
         for name in ("children", "ranks"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
         given = [n for n in ("children", "ranks", "depth") if getattr(self, n) is not None]
@@ -94,7 +96,10 @@ class TreeConfig(ConfigRecord):
             raise ConfigError(
                 f"of tree.children, tree.ranks and tree.depth, {what} are given; name one of them"
             )
-        is_counts = lambda x: isinstance(x, tuple) and len(x) > 0 and all(map(is_integer, x))
+
+        def is_counts(x):
+            return isinstance(x, tuple) and len(x) > 0 and all(map(is_integer, x))
+
         value = self.children
         expected = "the number of children of each depth, as (3, 2, 1)"
         check(value is None or is_counts(value), "tree.children", value, expected)

@@ -105,7 +105,10 @@ class SamplerConfig(ConfigRecord):
         is_fit = 1e-10 <= self.repetition_penalty <= 1e10
         expected = "a number in [1e-10, 1e10]"
         check(is_fit, "repetition_penalty", self.repetition_penalty, expected)
-        is_processor = lambda x: all(callable(getattr(x, n, None)) for n in ("init", "advance"))
+
+        def is_processor(x):
+            return all(callable(getattr(x, n, None)) for n in ("init", "advance"))
+
         is_tuple = isinstance(self.processors, tuple) and not is_processor(self.processors)
         are_processors = is_tuple and all(map(is_processor, self.processors))
         check(are_processors, "processors", self.processors, "a tuple of spec_jax.Processor")
@@ -179,5 +182,8 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     for token, value in pairs:
         is_pair = is_integer(token) and is_number(value) and value <= _LARGEST
         check(is_pair, "logit_bias", (token, value), expected)
-    value_or_ban = lambda value: float(value) if value >= -_LARGEST else -math.inf
+
+    def value_or_ban(value):
+        return float(value) if value >= -_LARGEST else -math.inf
+
     return tuple(sorted((token, value_or_ban(value)) for token, value in pairs))

@@ -151,7 +151,10 @@ def load_packed(
 def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the SHA-256 of all that a tokenizer makes ids by, and of what templates read."""
     variables = [tokenizer.special_tokens, tokenizer.chat_template_kwargs]
-    sha256 = lambda text: hashlib.sha256(text.encode()).hexdigest()
+
+    def sha256(text):
+        return hashlib.sha256(text.encode()).hexdigest()
+
     return {
         "num_ids": tokenizer.num_ids,
         "sha256": sha256(tokenizer.backend.to_str()),

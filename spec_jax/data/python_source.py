@@ -185,7 +185,7 @@ def train_pieces(seed: int, *, max_chars: int, tests_share: float = 1.0) -> Iter
     ends = list(itertools.accumulate(map(len, texts)))
     for index in itertools.count():
         draw = random.Random(f"{seed} {index}")
-        text, = draw.choices(texts, cum_weights=ends)
+        (text,) = draw.choices(texts, cum_weights=ends)
         begin = text.rfind("\n", 0, draw.randrange(len(text))) + 1
         yield text[begin : begin + max_chars]
 

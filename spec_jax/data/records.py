@@ -88,8 +88,13 @@ def read_records(
         raise ConfigError("the path is ''; expected a file or folder ('.' is the current one)")
     path = pathlib.Path(path)
     if path.is_dir():
-        inside = lambda file: file.relative_to(path)
-        is_hidden = lambda part: part.startswith(".") or part == "__pycache__"
+
+        def inside(file):
+            return file.relative_to(path)
+
+        def is_hidden(part):
+            return part.startswith(".") or part == "__pycache__"
+
         files = [f for f in path.rglob("*") if not any(map(is_hidden, inside(f).parts))]
         for file in sorted(filter(pathlib.Path.is_file, files), key=lambda f: inside(f).as_posix()):
             yield from read_records(file, malformed, read)
@@ -99,7 +104,10 @@ def read_records(
     if is_json(path):
         yield from usable(read_objects(path, malformed), read or parse_record, malformed)
     else:
-        whole = lambda _, source: Text(read_text(path), source)
+
+        def whole(_, source):
+            return Text(read_text(path), source)
+
         yield from usable([(None, str(path))], whole, malformed)
 
 
@@ -150,7 +158,10 @@ def read_objects(
         for number, value in enumerate(_parse(read_text(path), str(path)), 1):
             yield value, f"{path}: object {number}"
         return
-    parse = lambda text, source: (_parse(text, source), source)
+
+    def parse(text, source):
+        return (_parse(text, source), source)
+
     yield from usable(read_lines(path, malformed), parse, malformed)
 
 
@@ -228,7 +239,10 @@ def _messages(given: dict[str, Any], source: str) -> list[dict[str, Any]] | None
     for key in ("messages", "conversations"):
         if isinstance(given.get(key), list):
             return [_message(turn, source) for turn in given[key]]
-    is_texts = lambda x: isinstance(x, list) and x and all(isinstance(text, str) for text in x)
+
+    def is_texts(x):
+        return isinstance(x, list) and x and all(isinstance(text, str) for text in x)
+
     if is_texts(given.get("data")):
         return _in_turn(given["data"])
     if is_texts(given.get("turns")):

@@ -132,7 +132,10 @@ def prefill(
         )
     if not system.has_learned:
         return state
-    nothing = lambda: jnp.zeros((B, len(Source)), jnp.uint32)  # two buffers, as each is donated
+
+    def nothing():
+        return jnp.zeros((B, len(Source)), jnp.uint32)  # two buffers, as each is donated
+
     return state.replace(
         sampler=state.sampler.replace(learned=nothing()),
         draft_sampler=state.draft_sampler.replace(learned=nothing()),
@@ -222,7 +225,10 @@ def _before_chunks(params, batch, target, slots, num_tokens):
     cache = target.init_cache(params, batch, slots)
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     one = jax.eval_shape(target.forward, params, tokens, cache)
-    empty = lambda like, width: jnp.zeros((batch, width, like.shape[-1]), like.dtype)
+
+    def empty(like, width):
+        return jnp.zeros((batch, width, like.shape[-1]), like.dtype)
+
     features = None if one.features is None else empty(one.features, num_tokens)
     return constrain_state(cache), empty(one.hidden, 1), features
 
@@ -342,7 +348,9 @@ def generate(
       system: target, drafter, rule and K.
     """
     state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
-    num_active = lambda state: state.is_active.sum(dtype=jnp.int32)
+
+    def num_active(state):
+        return state.is_active.sum(dtype=jnp.int32)
 
     def has_work(carry):
         rounds, _, state = carry
@@ -422,7 +430,10 @@ def _insert(state, row, other, index, *, system):
     with blame(owner, state=state.draft, row=row, other=other.draft):
         draft = system.drafter.insert_row(state.draft, row, other.draft)
     check_state(owner, state.draft, draft)
-    put = lambda full, one: full.at[row].set(one[0])
+
+    def put(full, one):
+        return full.at[row].set(one[0])
+
     own = {
         "target": state.target.insert_row(row, other.target),
         "draft": draft,

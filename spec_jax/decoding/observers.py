@@ -93,7 +93,10 @@ def see_first(
     tokens = jnp.take_along_axis(state.tokens, lengths[:, None], axis=1)
     first = FirstToken(scores, tokens, lengths, state.total - lengths)
     seen = {x.name: _init(x, B, slots) for x in system.observers}
-    look = lambda observer, own: own if observer.first is None else observer.first(own, first)
+
+    def look(observer, own):
+        return own if observer.first is None else observer.first(own, first)
+
     return constrain_state(watch(system, seen, look))
 
 
@@ -121,7 +124,10 @@ def put(seen: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
       values: dtype[B,P].
     """
     M = seen.shape[1]
-    one = lambda row, at, new: row.at[at].set(new, mode="drop")
+
+    def one(row, at, new):
+        return row.at[at].set(new, mode="drop")
+
     return jax.vmap(one)(seen, jnp.where(columns < 0, M, columns), values)
 
 
@@ -197,7 +203,9 @@ def expected_acceptance(rule: Rule) -> Observer:
         value = by_row(run, EVERY_AXIS)(scores, of.proposal, of.verdict.n_accept)
         return put(seen, of.columns[:, :K], constrain(value, "batch"))
 
-    init = lambda batch, slots: jnp.full((batch, slots), jnp.nan)
+    def init(batch, slots):
+        return jnp.full((batch, slots), jnp.nan)
+
     return Observer("expected", init, update, needs_probs=True)
 
 
@@ -241,5 +249,7 @@ def _acceptance_by_kind(kinds: bytes) -> Observer:
         accepted = jnp.where(of.is_accepted[:, :, None], counted, 0)
         return seen + jnp.stack([counted.sum(axis=1), accepted.sum(axis=1)], axis=2)
 
-    init = lambda batch, slots: jnp.zeros((batch, num_kinds, 2), jnp.int32)
+    def init(batch, slots):
+        return jnp.zeros((batch, num_kinds, 2), jnp.int32)
+
     return Observer("acceptance_by_kind", init, update)

@@ -340,11 +340,19 @@ def round_noise(
         return rng.keys(sampler.seed, purpose, position, learned=sampler.learned)
 
     if rule.is_coupled:
-        at = lambda i: rng.gumbel(keys(rng.Purpose.TARGET, start + 1 + i), vocab_size)
-        make = lambda: jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
+
+        def at(i):
+            return rng.gumbel(keys(rng.Purpose.TARGET, start + 1 + i), vocab_size)
+
+        def make():
+            return jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
+
         shape = (B, depth + 1, vocab_size)
     else:
-        make = lambda: rng.gumbel(keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
+
+        def make():
+            return rng.gumbel(keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
+
         shape = (B, 1, vocab_size)
     gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
     return Noise(rng.uniform(keys(rng.Purpose.ACCEPT, start), num_draft), gumbel)

@@ -234,8 +234,13 @@ def append(state, record: dict[str, jax.Array], total, n):
     is_new = index < n[:, None]
     M = state.tokens.shape[1]
     columns = jnp.where(is_new, total[:, None] + index, M)  # M is out of range: dropped
-    put_row = lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop")
-    put = lambda old, new: jax.vmap(put_row)(old, columns, new)
+
+    def put_row(old, at, new):
+        return old.at[at].set(new.astype(old.dtype), mode="drop")
+
+    def put(old, new):
+        return jax.vmap(put_row)(old, columns, new)
+
     changed = {name: put(getattr(state, name), new) for name, new in record.items()}
     for name in {"sampler", "draft_sampler"} & state.__dataclass_fields__.keys():
         changed[name] = getattr(state, name).advance(record["tokens"], n)

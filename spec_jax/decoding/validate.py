@@ -142,7 +142,10 @@ def validate_verdict(
     if path is not None:
         has_root = path[:, 0] == 0
         node = jnp.clip(path[:, 1:], 1, drafts.shape[1])
-        take = lambda x: jnp.take_along_axis(x, node - 1, axis=1)
+
+        def take(x):
+            return jnp.take_along_axis(x, node - 1, axis=1)
+
         is_edge = (node == path[:, 1:]) & (take(proposal.parents) == path[:, :-1])
         drafts, is_drafted = take(drafts), take(is_drafted) & is_edge
         path = jnp.clip(path, 0, proposal.tokens.shape[1])

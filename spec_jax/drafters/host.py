@@ -198,7 +198,10 @@ class _Raised:
         """See ``Drafter.find_error``."""
         n = len(prefix)
         with self._lock:
-            is_ahead = lambda given: n <= len(given) <= n + num_ahead and given[:n] == prefix
+
+            def is_ahead(given):
+                return n <= len(given) <= n + num_ahead and given[:n] == prefix
+
             matches = filter(is_ahead, self._errors)
             return self._errors.get(min(matches, key=len, default=None))
 

@@ -54,7 +54,10 @@ def ngram(ngram_max: int = 3, ngram_min: int = 1) -> Drafter:
 
     def propose(params, state, context: Context, num_draft: int):
         del params
-        find = lambda tokens, length: lookup(tokens, length, num_draft, ngram_max, ngram_min)
+
+        def find(tokens, length):
+            return lookup(tokens, length, num_draft, ngram_max, ngram_min)
+
         tokens, n_draft = jax.vmap(find)(context.tokens, context.length)
         return Proposal(tokens, n_draft), state
 

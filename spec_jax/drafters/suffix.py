@@ -88,7 +88,10 @@ def continuation(
 
         budget = jnp.floor(follow.max_factor * size + follow.max_offset).astype(jnp.int32)
         room = jnp.minimum(num_draft, budget)
-        going = lambda carry: (carry[1] > 0) & (carry[2].n_draft < room)
+
+        def going(carry):
+            return (carry[1] > 0) & (carry[2].n_draft < room)
+
         start = (places, jnp.float32(1.0), Continuation.none(num_draft)._replace(size=size))
         return jax.lax.while_loop(going, step, start)[2]
 
@@ -125,7 +128,10 @@ def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
             text = jnp.where(jnp.arange(len(tokens)) <= length, tokens, GAP)
             at = length - back
             last = jnp.where(at >= 0, jnp.take(tokens, at, mode="clip"), GAP)
-            find = lambda text: continuation(text, last, num_draft, vocab_size, follow)
+
+            def find(text):
+                return continuation(text, last, num_draft, vocab_size, follow)
+
             best = find(text)
             return best if params is None else best.or_better(find(params["tokens"]))
 

@@ -284,7 +284,10 @@ def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | Loaded
     """
     if model is None or not any(map(has_copies, jax.tree.leaves(model.params))):
         return model
-    move = lambda x: jax.device_put(x, without_copies(x.sharding)) if has_copies(x) else x
+
+    def move(x):
+        return jax.device_put(x, without_copies(x.sharding)) if has_copies(x) else x
+
     return dataclasses.replace(model, params=jax.tree.map(move, model.params))
 
 

@@ -159,7 +159,7 @@ class DecodeQueue:
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
         self._prompts = _numbered(prompts)
         self._limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
-        limit, = decoder.output_limits([range(self._longest)], **self._limits)
+        (limit,) = decoder.output_limits([range(self._longest)], **self._limits)
         check_room(system, self._longest, limit)
         self._slots = slots_for(system, self._longest, limit)
         vocab_size = system.target.vocab_size
@@ -237,7 +237,10 @@ class DecodeQueue:
             self._count(B * int(chunk.rounds), int(chunk.row_rounds))
             waiting = self._waiting
             free = [row for row in rows if finish[row] != Finish.RUNNING and row not in waiting]
-            read = lambda row: self._timed("decode_s", self._engine.read, state, row)
+
+            def read(row):
+                return self._timed("decode_s", self._engine.read, state, row)
+
             finished = [(rows.pop(row), read(row), self._trackers.pop(row)) for row in free]
         yield from map(self._collect, finished)
         if self._error is not None:
@@ -253,7 +256,7 @@ class DecodeQueue:
             if self._stops:
                 part = slice(row, row + 1)
                 seen = (np.asarray(x)[part] for x in (chunk.tokens, chunk.total))
-                ending, = self._trackers[row].look(*seen, finish[part])
+                (ending,) = self._trackers[row].look(*seen, finish[part])
                 finish[row] = ending if finish[row] == Finish.RUNNING else finish[row]
         return finish
 
@@ -313,7 +316,10 @@ class DecodeQueue:
     def _start(self, requests: list[_Request]) -> decoding.DecodeState:
         request = self._request(requests)
         self._engine.params()  # lays weights out: no part of the times
-        prefill = lambda: jax.block_until_ready(self._engine.prefill(request))
+
+        def prefill():
+            return jax.block_until_ready(self._engine.prefill(request))
+
         return self._timed("prefill_s", prefill)
 
     def _insert(
@@ -323,7 +329,10 @@ class DecodeQueue:
 
         Long prompts are fed later, by ``_feed``, unless no other row is decoding.
         """
-        is_late = lambda ids: not is_alone and len(ids) > self._engine.system.prefill_chunk
+
+        def is_late(ids):
+            return not is_alone and len(ids) > self._engine.system.prefill_chunk
+
         groups = self._together(taken, is_late)
         if len(groups) == 1 and len(taken) == len(state.limit):  # all rows are new
             return self._start([taken[row] for row in sorted(taken)])

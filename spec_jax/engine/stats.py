@@ -84,7 +84,10 @@ class Stats(Shown):
             if not isinstance(a, tuple):
                 return a + b
             width = max(len(a), len(b))
-            pad = lambda x: x + (0,) * (width - len(x))
+
+            def pad(x):
+                return x + (0,) * (width - len(x))
+
             return tuple(x + y for x, y in zip(pad(a), pad(b)))
 
         names = [f.name for f in dataclasses.fields(self)]
@@ -178,7 +181,9 @@ class Stats(Shown):
         return facts
 
     def _repr_html_(self) -> str:
-        two = lambda values: [f"{value:.2f}" for value in values]
+        def two(values):
+            return [f"{value:.2f}" for value in values]
+
         rows = [
             ("position in the draft", *map(str, range(1, len(self.drafted_at) + 1))),
             ("accepted, if reached", *two(self.acceptance_by_position)),
@@ -200,7 +205,10 @@ class Stats(Shown):
             "expected_by_position",
             "tokens_per_s",
         )
-        listed = lambda v: list(v) if isinstance(v, tuple) else v
+
+        def listed(v):
+            return list(v) if isinstance(v, tuple) else v
+
         values = dataclasses.asdict(self) | {n: getattr(self, n) for n in derived}
         return {name: listed(value) for name, value in values.items()}
 
@@ -263,7 +271,10 @@ def row_stats(
         lengths[n_accept] += 1
         if expected is not None:
             expected_sum[:n_reached] += expected[begin : begin + n_reached]
-    of_kind = lambda k: int((kind == k).sum())
+
+    def of_kind(k):
+        return int((kind == k).sum())
+
     return Stats(
         emitted=len(kind),
         first=of_kind(Kind.FIRST),

@@ -207,7 +207,10 @@ def in_dtype(model: Any, dtype: str) -> Any:
     if not isinstance(model, LoadedModel | LoadedHead):
         return model
     params = cast(model.params, dtype)
-    dtypes = lambda params: [x.dtype for x in jax.tree.leaves(params)]
+
+    def dtypes(params):
+        return [x.dtype for x in jax.tree.leaves(params)]
+
     if dtypes(params) == dtypes(model.params):
         return model
     return dataclasses.replace(model, params=params)
@@ -215,7 +218,10 @@ def in_dtype(model: Any, dtype: str) -> Any:
 
 def cast(tree: Any, dtype: str) -> Any:
     """Returns a tree with its floating-point arrays in another dtype."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 

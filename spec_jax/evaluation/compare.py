@@ -87,7 +87,10 @@ def compile_all(
         target, drafts = bench.models(cells[0].dtype)
         drafts = {n: d for n, d in drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
         makers = pass_costs.timer_makers(target, drafts, ks, cost_slots(bench, cells), bench.batch)
-        add = lambda what, make: timers.update({what: make()})
+
+        def add(what, make):
+            return timers.update({what: make()})
+
         tasks |= {str(what): functools.partial(add, what, make) for what, make in makers.items()}
     run_all(tasks, "compiling")
     return timers
@@ -339,7 +342,10 @@ def _category(tally, plain, counts, questions, group, chosen) -> CategoryResult:
     speedup = _speedup(tally, plain, questions)
     if len(chosen) < _MIN_QUESTIONS:
         speedup = NONE._replace(value=speedup.value)
-    rate = lambda times, tokens: float(tokens.sum() / max(times.sum(), 1e-9))
+
+    def rate(times, tokens):
+        return float(tokens.sum() / max(times.sum(), 1e-9))
+
     return result._replace(
         tokens_per_s=rate(*tally.of_questions(questions)),
         plain_tokens_per_s=rate(*plain.of_questions(questions)),

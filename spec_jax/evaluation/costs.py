@@ -165,8 +165,13 @@ class Costs(NamedTuple):
             later[method] = (times[loop] - times[TimedLoop(method, k, 1)]) / (num_passes - 1)
             if not (_is_significant(of_first[k]) and _is_significant(later[method])):
                 of_first[k] = later[method] = added / num_passes
-        marked = lambda added: [k for k, ms in added.items() if not _is_significant(ms)]
-        rest = lambda method: {0: later[method]} if method in later else {}
+
+        def marked(added):
+            return [k for k, ms in added.items() if not _is_significant(ms)]
+
+        def rest(method):
+            return {0: later[method]} if method in later else {}
+
         insignificant = {method: marked({**rest(method), **first[method]}) for method in first}
         return cls(
             verify_ms[1],

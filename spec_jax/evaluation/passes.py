@@ -75,7 +75,9 @@ def repeated(step: TimedPass, count: int) -> TimedPass:
     """Returns a step that runs another ``count`` times in a loop, as a chain is drafted."""
 
     def run(params, token, carry):
-        again = lambda _, state: step.run(params, *state)
+        def again(_, state):
+            return step.run(params, *state)
+
         return jax.lax.fori_loop(0, count, again, (token, carry))
 
     return step._replace(run=run)

@@ -39,7 +39,10 @@ def transport_bound(p: jax.Array, q: jax.Array, num_drafts: jax.Array | int) -> 
       num_drafts: i32[...], n; without drafts the bound is 0.
     """
     order = jnp.argsort(-jnp.where(p > 0, q / jnp.where(p > 0, p, 1.0), jnp.inf), axis=-1)
-    prefix = lambda x: jnp.cumsum(jnp.take_along_axis(x, order, axis=-1), axis=-1)
+
+    def prefix(x):
+        return jnp.cumsum(jnp.take_along_axis(x, order, axis=-1), axis=-1)
+
     n = jnp.asarray(num_drafts)[..., None]
     gain = prefix(p) - jnp.minimum(prefix(q), 1.0) ** n
     bound = 1.0 + jnp.minimum(gain.min(axis=-1), 0.0)  # of no tokens the expression is 0

@@ -136,7 +136,10 @@ def profile_rounds(
         note = f"the profiler of {platform} has named no operation of the program"
         return dataclasses.replace(profile, note=note)
     stages.write_trace(folder / "stages.trace.json.gz", spans, program)
-    share = lambda ns: ns / 1e6 / traced_ms
+
+    def share(ns):
+        return ns / 1e6 / traced_ms
+
     times = tuple(
         StageTime(
             s.stage,
@@ -219,13 +222,9 @@ def sections(records: Mapping[str, RoundProfile]) -> list[Section]:
 
 
 def _section(label: str, record: RoundProfile) -> Section:
-    line = lambda name, ms, share, waiting, count: (
-        name,
-        f"{ms:.3f}",
-        f"{share:.1%}",
-        f"{waiting:.3f}",
-        f"{count:.1f}",
-    )
+    def line(name, ms, share, waiting, count):
+        return (name, f"{ms:.3f}", f"{share:.1%}", f"{waiting:.3f}", f"{count:.1f}")
+
     rows = [
         line(stages.name_of((s.stage, s.part)), s.ms, s.share, s.waiting_ms, s.operations)
         for s in record.stages

@@ -65,7 +65,10 @@ class Counts(NamedTuple):
     def less(self, other: Counts) -> tuple[Interval, ...]:
         """Returns intervals of the rates of these counts less those of others, by question."""
         num = len(self)
-        less = lambda *sums: Counts.rates(*sums[:num]) - Counts.rates(*sums[num:])
+
+        def less(*sums):
+            return Counts.rates(*sums[:num]) - Counts.rates(*sums[num:])
+
         return tuple(jackknife(less, *self, *other))
 
 

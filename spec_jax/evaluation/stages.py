@@ -199,7 +199,10 @@ def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[S
         count[stages[name]] += len(chosen)
         busy_ns[stages[name]] += busy
         time_ns[stages[name]] += busy + waiting
-    order = lambda stage: ((*STAGES, "loop").index(stage[0]), (*PARTS, "").index(stage[1]))
+
+    def order(stage):
+        return ((*STAGES, "loop").index(stage[0]), (*PARTS, "").index(stage[1]))
+
     rest_ns = float((ran_ns + waited_ns).sum()) - sum(time_ns.values())
     return [
         *(StageTotal(*s, time_ns[s], busy_ns[s], count[s]) for s in sorted(count, key=order)),

@@ -21,7 +21,10 @@ def token_kinds(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     """
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {index for index, token in added.items() if token.special}
-    is_text = lambda i: i not in special and tokenizer.backend.id_to_token(i) is not None
+
+    def is_text(i):
+        return i not in special and tokenizer.backend.id_to_token(i) is not None
+
     texts = (tokenizer.decode([i]) if is_text(i) else None for i in range(vocab_size))
     return np.asarray([TOKEN_KINDS.index(_kind(text)) for text in texts], np.int32)
 

@@ -110,7 +110,10 @@ def attend_prefix(
     sizes = prefix_sizes(S)
     prefixes = [functools.partial(over, n) for n in sizes]
     last = jnp.where(mask_BTS.any(axis=(0, 1)), jnp.arange(S), 0).max()
-    choose = lambda: jax.lax.switch((last >= jnp.asarray(sizes[:-1])).sum(), prefixes)
+
+    def choose():
+        return jax.lax.switch((last >= jnp.asarray(sizes[:-1])).sum(), prefixes)
+
     return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])
 
 
@@ -130,13 +133,19 @@ def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
     """
-    whole = lambda: attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale)
+
+    def whole():
+        return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale)
+
     if cache.attention == "auto" and cache.slots < MIN_BLOCKED:
         return whole()
     arrays = cache.arrays if cache.is_stacked else cache.layer(index)
     if not _splits_alike(q_BTNH, arrays[0]):
         return whole()
-    in_blocks = lambda: attend_filled(q_BTNH, *arrays, index, window, scale=scale)
+
+    def in_blocks():
+        return attend_filled(q_BTNH, *arrays, index, window, scale=scale)
+
     if cache.attention == "auto":
         return jax.lax.platform_dependent(cpu=whole, default=in_blocks)
     return in_blocks()
@@ -147,7 +156,10 @@ def _splits_alike(q_BTNH, keys):
     mesh = ambient()
     if mesh is None:
         return True
-    heads = lambda name, count: spec((name,), (count,), mesh)
+
+    def heads(name, count):
+        return spec((name,), (count,), mesh)
+
     return heads("heads", q_BTNH.shape[2]) == heads("kv_heads", keys.shape[-3])
 
 
@@ -171,7 +183,10 @@ def sees(
         return (slots <= ends[:, :, None]) & (slots >= first)
     place = slots - (start - offset)[:, None]  # i32[B,S], in the window
     is_at = place[:, None] == jnp.arange(is_seen.shape[-1])[:, None]  # bool[B,W,S]
-    as_numbers = lambda x: jnp.broadcast_to(x, (len(start), *x.shape[1:])).astype(jnp.float32)
+
+    def as_numbers(x):
+        return jnp.broadcast_to(x, (len(start), *x.shape[1:])).astype(jnp.float32)
+
     inside = jnp.einsum("btw,bws->bts", as_numbers(is_seen), as_numbers(is_at)) > 0
     return ((place < 0)[:, None] | inside) & (slots >= first)
 
@@ -261,8 +276,11 @@ def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
     used = -(-(start.max() + T) // block)
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     sums = (zeros - 1e30, zeros, jnp.zeros((*zeros.shape, values.shape[-1]), jnp.float32))
+
     # The second bound is the one that the compiled text states.
-    more = lambda carry: (carry[0] < used) & (carry[0] < count)
+    def more(carry):
+        return (carry[0] < used) & (carry[0] < count)
+
     _, (_, total, out) = jax.lax.while_loop(more, add, (jnp.int32(0), sums))
     out = (out / total[..., None]).astype(values.dtype)
     return ungrouped(out.reshape(B, G, N // G, T, -1)).reshape(B, T, N, -1)
@@ -422,14 +440,20 @@ def causal_parts(
     """
     T, H = q_BGRTH.shape[-2:]
     block = block or block_size(T)
-    split = lambda x: _split(x, block)
+
+    def split(x):
+        return _split(x, block)
+
     if begins is not None:
         begins = jnp.pad(begins, [(0, 0), (0, -T % block)]).reshape(len(begins), -1, block)
         begins = constrain(begins.swapaxes(0, 1), None, "batch")
     highest, total, out = _causal_blocks(
         split(q_BGRTH), split(k_BGTH), split(v_BGTH), begins, H**-0.5 if scale is None else scale
     )
-    join = lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T]
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T]
+
     return jax.lax.stop_gradient(join(highest)), join(total), join(out)
 
 

@@ -129,7 +129,10 @@ def _is_of_module(name: str, hf: Mapping[str, Any], config: AnyConfig) -> bool:
 
 def _weight(tensors: StrictReader, dtype: DTypeLike, spec: ParamSpec, layer: int | None) -> Tensor:
     """A weight, of which nothing is read yet; the matrices of experts are stacked."""
-    read = lambda spec, e: tensors.weight(spec.hf_name.format(i=layer, e=e), spec, dtype)
+
+    def read(spec, e):
+        return tensors.weight(spec.hf_name.format(i=layer, e=e), spec, dtype)
+
     if "{e}" not in spec.hf_name:
         return read(spec, 0)
     one = spec._replace(shape=spec.shape[1:], axes=spec.axes[1:])

@@ -40,7 +40,9 @@ def over_chunks(
         return step(carry, 0, lengths, *arrays)
 
     def one(carry, begin, width):
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, begin, width, axis=1)
+        def cut(x):
+            return jax.lax.dynamic_slice_in_dim(x, begin, width, axis=1)
+
         return step(carry, begin, jnp.clip(lengths - begin, 0, width), *jax.tree.map(cut, arrays))
 
     count, rest = divmod(T, chunk)

@@ -223,7 +223,10 @@ class RopeConfig:
         names = ("rope_theta", "truncate")
         names += ("low_freq_factor", "high_freq_factor") if raw["rope_type"] == "llama3" else ()
         check_nulls(cls, {name: raw[name] for name in names if name in raw})
-        is_stated = lambda name: name == "rope_type" or raw[name] is not None
+
+        def is_stated(name):
+            return name == "rope_type" or raw[name] is not None
+
         return cls(**as_declared(cls, {name: raw[name] for name in filter(is_stated, raw)}))
 
     def to_hf(self) -> dict[str, Any]:
@@ -279,7 +282,10 @@ def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
     names = [field.name for field in dataclasses.fields(cls) if field.name not in left_out]
     check_nulls(cls, {name: hf[name] for name in names if name in hf})
     read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
-    is_needed = lambda field: field.default is field.default_factory is dataclasses.MISSING
+
+    def is_needed(field):
+        return field.default is field.default_factory is dataclasses.MISSING
+
     missing = {field.name for field in filter(is_needed, dataclasses.fields(cls))} - set(read)
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -387,7 +393,9 @@ class ModelConfig(EqualHeads):
     __repr__ = short_repr()
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)
+        def set_(name, value):
+            return object.__setattr__(self, name, value)
+
         if self.model_type not in self.architectures:
             known = ", ".join(self.architectures)
             raise ConfigError(

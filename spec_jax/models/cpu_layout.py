@@ -81,8 +81,13 @@ def find(
       table: lines, of which the first that fits counts.
     """
     kind = (jnp.dtype(dtype).name, size > LARGE)
-    fits = lambda line: line.rows[0] <= num_rows <= line.rows[1]
-    of_version = lambda line: jax.__version_info__[:2] >= line.since
+
+    def fits(line):
+        return line.rows[0] <= num_rows <= line.rows[1]
+
+    def of_version(line):
+        return jax.__version_info__[:2] >= line.since
+
     lines = (line for line in table if (line.dtype, line.is_large) == kind)
     return next((line for line in lines if fits(line) and of_version(line)), None)
 

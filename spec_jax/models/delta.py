@@ -109,7 +109,10 @@ def correct(
     """
     B, T, N, H = v_BTNH.shape
     G = inputs.b.shape[2]
-    take = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, offset, T, axis)
+
+    def take(x, axis):
+        return jax.lax.dynamic_slice_in_dim(x, offset, T, axis)
+
     before, left = decays(inputs.log_decay, is_seen_BTW)
     k = take(inputs.b, 1)
     scores = jnp.einsum("btgz,bwgz->btwg", k, inputs.b)
@@ -205,7 +208,10 @@ def delta_net(
         held = whole.layer(index if cache is not None else 0)
         old = held.window
         offset = window.offset
-        put = lambda name, new: write(old and getattr(old, name), new, offset)
+
+        def put(name, new):
+            return write(old and getattr(old, name), new, offset)
+
         raw, z, rate, step = _project(layer, x_BTD, config)
         raw = put("raw", raw)
         mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
@@ -223,7 +229,10 @@ def delta_net(
             width = raw.shape[1]
             is_seen = window.is_seen
             is_seen = latest_seen(width, T, offset) if is_seen is None else is_seen
-            cut = lambda inputs: jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs)
+
+            def cut(inputs):
+                return jax.tree.map(lambda x: x[:, : is_seen.shape[2]], inputs)
+
             blank = jnp.zeros((B, width, N, H), f32) if old is None else old.u
             inputs = Inputs(raw, blank, put("b", k), put("log_decay", log_decay))
             u = correct(held.ssm, cut(inputs), v, rate, is_seen, offset)
@@ -237,15 +246,21 @@ def delta_net(
 
 def _project(layer, x_BTD, config):
     """The inputs of the convolution, the gates, and each value head's rate and step."""
+
     # Parts of a map are not split where the mesh splits the whole, so it is gathered once.
-    whole = lambda name: constrain(linear(x_BTD, layer, name), "batch", None, None)
+    def whole(name):
+        return constrain(linear(x_BTD, layer, name), "batch", None, None)
+
     if "qkvz" not in layer:
         z, rate, step = (linear(x_BTD, layer, name) for name in ("z", "rate", "step"))
         return whole("qkv"), z, rate, step
     B, T, _ = x_BTD.shape
     G = config.n_groups
     Z = config.state_size
-    by_head = lambda name: whole(name).reshape(B, T, G, -1)
+
+    def by_head(name):
+        return whole(name).reshape(B, T, G, -1)
+
     width = config.width // G
     parts = jnp.split(by_head("qkvz"), (Z, 2 * Z, 2 * Z + width), axis=-1)
     parts += jnp.split(by_head("rate_step"), 2, axis=-1)

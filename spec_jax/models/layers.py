@@ -115,7 +115,10 @@ def _window_mask(window_mask, length, slots):
 
     def put(mask, window_mask, length):
         if len(length) > UNROLLED_ROWS:
-            one = lambda mask, new, at: jax.lax.dynamic_update_slice(mask, new, (0, at))
+
+            def one(mask, new, at):
+                return jax.lax.dynamic_update_slice(mask, new, (0, at))
+
             return jax.vmap(one)(mask, window_mask, length)
         for b in range(len(length)):  # as in the cache: a vmapped update is a scatter
             mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))

@@ -38,7 +38,10 @@ class Tensor:
     @classmethod
     def of(cls, array: np.ndarray) -> Tensor:
         """Returns a tensor whose parts are those of an array on the host."""
-        as_slices = lambda part: tuple(slice(r.start, r.stop) for r in part)
+
+        def as_slices(part):
+            return tuple(slice(r.start, r.stop) for r in part)
+
         return cls(array.shape, array.dtype, lambda part: array[as_slices(part)])
 
     @property

@@ -113,8 +113,13 @@ def _scan(step, run, weights, x, cache, places, inner):
     read = sorted(i for layers in run for i in layers if i in inner)
     slots = {i: read.index(i) if i in inner else len(read) for layers in run for i in layers}
     held = jnp.zeros((len(read) + 1, *x.shape), x.dtype) if read else None
-    is_whole = lambda name: cache is not None and name in EXPERTS
-    as_array = lambda numbers: jnp.asarray([*numbers], jnp.int32)
+
+    def is_whole(name):
+        return cache is not None and name in EXPERTS
+
+    def as_array(numbers):
+        return jnp.asarray([*numbers], jnp.int32)
+
     scanned = tuple(
         (
             {name: w for name, w in stacked.items() if not is_whole(name)},

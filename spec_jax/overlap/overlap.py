@@ -387,7 +387,12 @@ def _names(devices: set[jax.Device]) -> str:
 
 def _put(tree, side: Side):
     there = _devices(side)
-    is_there = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == there
-    is_sharded = lambda x: len(there) > 1 and is_there(x)
+
+    def is_there(x):
+        return isinstance(x, jax.Array) and x.sharding.device_set == there
+
+    def is_sharded(x):
+        return len(there) > 1 and is_there(x)
+
     where = NamedSharding(side, PartitionSpec()) if isinstance(side, Mesh) else side
     return jax.tree.map(lambda x: x if is_sharded(x) else jax.device_put(x, where), tree)

@@ -56,7 +56,10 @@ def prefill_draft(
     # K slots more: a block follows what is ahead.
     chunk = system.prefill_chunk
     draft = call_prefill(drafter, params, prompts, length, first, None, slots + K, chunk)
-    none = lambda: Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
+
+    def none():
+        return Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
+
     side = DraftSide(
         jnp.pad(tokens, ((0, 0), (0, K))),
         length,
@@ -161,7 +164,10 @@ def accept_chain(
     num_rows = ahead.n_draft + 1
     # There is no score after a whole chain: a copy of the one before stands there.
     rows = jnp.minimum(jnp.arange(system.num_draft + 1), ahead.n_draft[:, None])
-    of_rows = lambda x: jnp.take_along_axis(x, rows[:, :, None], axis=1)
+
+    def of_rows(x):
+        return jnp.take_along_axis(x, rows[:, :, None], axis=1)
+
     logits, features = jax.tree.map(of_rows, (logits, features))
     chain = join_chain(ahead, block)
     scores = decoding.score(logits, state.sampler, chain, is_argmax=system.reads_argmax)
@@ -183,7 +189,9 @@ def join_chain(ahead: Proposal, block: Proposal) -> Proposal:
     def join(a, b):
         return jnp.where(is_ahead if a.ndim == 2 else is_ahead[:, :, None], a, b[:, :1])
 
-    without = lambda proposal: proposal.replace(n_draft=None, fault=None, is_sound=None)
+    def without(proposal):
+        return proposal.replace(n_draft=None, fault=None, is_sound=None)
+
     chain = jax.tree.map(join, without(ahead), without(block))
     n_draft = ahead.n_draft + jnp.minimum(block.n_draft, 1)
     return chain.replace(n_draft=n_draft, fault=block.fault, is_sound=block.is_sound)

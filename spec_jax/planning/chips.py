@@ -54,7 +54,10 @@ class Chip:
 
         The path between the two devices of a chip is not counted.
         """
-        share = lambda figure: figure / self.devices
+
+        def share(figure):
+            return figure / self.devices
+
         return dataclasses.replace(
             self,
             devices=1,

@@ -63,7 +63,10 @@ def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
     """
     devices = topology.num_devices
     counts = head_counts(target).items()
-    fits = lambda name, count, n: count % n == 0 or (name == "kv_heads" and n % count == 0)
+
+    def fits(name, count, n):
+        return count % n == 0 or (name == "kv_heads" and n % count == 0)
+
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     fits_heads = [n for n in sizes if all(fits(name, count, n) for name, count in counts)]
     fits_rows = [n for n in fits_heads if batch % (devices // n) == 0]

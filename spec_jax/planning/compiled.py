@@ -106,9 +106,10 @@ def compile_and_count(trace: Any) -> Compiled:
       trace: ``() -> Traced``.
     """
     begin = time.perf_counter(), time.process_time()
-    passed = lambda: dict(
-        wall_s=time.perf_counter() - begin[0], cpu_s=time.process_time() - begin[1]
-    )
+
+    def passed():
+        return dict(wall_s=time.perf_counter() - begin[0], cpu_s=time.process_time() - begin[1])
+
     traced: Traced = trace()
     params = device_bytes(traced.params)
     cache = device_bytes(traced.cache)

@@ -77,7 +77,10 @@ def _arrays(text: str) -> tuple[Array, ...]:
         order, _, rest = layout.partition(":")
         tile = re.search(r"T\(([\d,]+)\)", rest)
         space = re.search(r"S\((\d+)\)", rest)
-        ints = lambda x: tuple(int(n) for n in re.findall(r"\d+", x))
+
+        def ints(x):
+            return tuple(int(n) for n in re.findall(r"\d+", x))
+
         arrays.append(
             Array(
                 dtype,
@@ -383,7 +386,10 @@ class Program:
             for i in entry.instructions.values()
             if i.opcode == "while" and self.trips(entry, i) is None
         ]
-        size = lambda i: sum(1 for _ in self._walk(i.called["body"], 1))
+
+        def size(i):
+            return sum(1 for _ in self._walk(i.called["body"], 1))
+
         return max(loops, key=size, default=None)
 
     def _walk(

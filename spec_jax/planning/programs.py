@@ -150,7 +150,10 @@ def without_weights(role: str, config: Any, dtype: str) -> LoadedModel | LoadedH
     """
     kind = registry.kind_of_draft(config)
     if kind.head is not None:
-        init = lambda: kind.head.init_params(config, jax.random.key(0), jnp.dtype(dtype))
+
+        def init():
+            return kind.head.init_params(config, jax.random.key(0), jnp.dtype(dtype))
+
         return LoadedHead(f"the {role}", config, jax.eval_shape(init))
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.dtype(dtype)))
     model = transformer.model(config)
@@ -213,7 +216,10 @@ def trace_decode(job: Job, mesh: Mesh) -> Traced:
     params = jax.tree.map(_shape, engine.params(job.batch))
     B = job.batch
     X = _NUM_STOPS
-    row = lambda *more: jax.ShapeDtypeStruct((B, *more), jnp.int32)
+
+    def row(*more):
+        return jax.ShapeDtypeStruct((B, *more), jnp.int32)
+
     sampler = jax.tree.map(_shape, make_sampler(job.sampler, B, job.target.vocab_size))
     prefill = functools.partial(decoding.prefill, system=engine.system, slots=job.slots)
     with jax.set_mesh(mesh):
@@ -233,7 +239,10 @@ def trace_decode(job: Job, mesh: Mesh) -> Traced:
 
 def _placed(state: Any, mesh: Mesh) -> Any:
     """The shapes of a state, split over a mesh."""
-    split = lambda x, axes: x.update(sharding=named(axes, x.shape, mesh))
+
+    def split(x, axes):
+        return x.update(sharding=named(axes, x.shape, mesh))
+
     return jax.tree.map(split, state, state_axes(state))
 
 

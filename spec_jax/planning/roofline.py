@@ -305,7 +305,10 @@ def predict(
     most = 1 + (num_draft if tree is None else tree.depth)
     if not 1 <= tokens <= most:
         raise ConfigError(f"tokens is {tokens}; a round of K = {num_draft} emits 1 to {most}")
-    time = lambda *drafts: decode_round(target, *drafts).floor_s(chip, overhead_s_per_pass)
+
+    def time(*drafts):
+        return decode_round(target, *drafts).floor_s(chip, overhead_s_per_pass)
+
     plain = time(None, 0, setting)
     one = time(draft, num_draft, setting, tree)
     return Prediction(num_draft, tokens, plain, one, setting.batch)

@@ -136,7 +136,10 @@ class Traffic:
 
     def heaviest(self, n: int = 10) -> list[tuple[int, str, str]]:
         """Returns the n instructions that move most: bytes, name and place in the program."""
-        by_bytes = lambda m: (m.read + m.written) * m.step.times
+
+        def by_bytes(m):
+            return (m.read + m.written) * m.step.times
+
         ranked = sorted(self.moves, key=by_bytes, reverse=True)[:n]
         return [(by_bytes(m), m.step.instruction.name, m.step.instruction.op_name) for m in ranked]
 

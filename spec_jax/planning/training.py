@@ -91,9 +91,10 @@ def train_memory(job: TrainJob) -> TrainMemory:
     """
     mesh = Setting(mesh=job.mesh).abstract_mesh
     over = mesh, FULLY_SHARDED if job.is_fully_sharded else SHARDED
-    model = lambda dtype: jax.eval_shape(
-        lambda: init_params(job.target, jax.random.key(0), jnp.dtype(dtype))
-    )
+
+    def model(dtype):
+        return jax.eval_shape(lambda: init_params(job.target, jax.random.key(0), jnp.dtype(dtype)))
+
     where = placement("the target", job.target, *over)
     frozen = 0
     if job.head is None:
@@ -136,7 +137,10 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         trained = model.params
         frozen = None
         batch = windows
-        init = lambda: init_params(job.target, jax.random.key(0))
+
+        def init():
+            return init_params(job.target, jax.random.key(0))
+
         loss = functools.partial(standalone.lm_loss, config=job.target)
         step = functools.partial(train_step, objective=loss, optimizer=optimizer)
     else:
@@ -146,7 +150,10 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         trained, constants = objective.split(head.params)
         constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
         fresh = functools.partial(head.kind.head.init_params, job.head, dtype="float32")
-        init = lambda: objective.split(fresh(jax.random.key(0)))[0]
+
+        def init():
+            return objective.split(fresh(jax.random.key(0)))[0]
+
         model = transformer.model(job.target, job.head.taps)
         steps = {} if job.num_steps is None else {"num_steps": job.num_steps}
         options = steps | {"is_remat": job.is_remat}
@@ -162,7 +169,10 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         begins = windows if job.has_document_masks else None
         key = jax.eval_shape(lambda: jax.random.key(0))
         batch = Batch(windows, is_predicted, key, begins=begins)
-    make = lambda: TrainState.create(init(), optimizer)
+
+    def make():
+        return TrainState.create(init(), optimizer)
+
     shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make)
     state = place(jax.eval_shape(make), shardings)
     lowered = where.jit_step(step, shardings).lower(state, batch, frozen)

@@ -290,7 +290,10 @@ def _stack(
         parts = kind.head.parts_of(config)
         table = flat_table(parts[next(iter(parts)) if part is None else part])
         layers = []
-        is_read = lambda name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread)
+
+        def is_read(name):
+            return not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread)
+
         outer = {name: p for name, p in table.items() if is_read(name)}
     else:
         outer = dict(outer_table(config))
@@ -298,7 +301,9 @@ def _stack(
     head = outer.pop("head", None)
     embed = outer.pop("embed", None)
     counts = head_counts(layer)
-    local = lambda p: _local(p.axes, p.shape, mesh, axis_rules, counts)
+
+    def local(p):
+        return _local(p.axes, p.shape, mesh, axis_rules, counts)
 
     def is_summed(p: ParamSpec) -> bool:  # into the residual stream, over a split input
         return p.axes[-1] == "embed" and len(p.axes) > 1 and local(p) < math.prod(p.shape)
@@ -314,7 +319,10 @@ def _stack(
     slot, fixed = _cache_bytes(layer, mesh, axis_rules, dtype)
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     uses = getattr(layer, "products_per_slot", 1)
-    is_routed = lambda p: "{e}" in p.hf_name
+
+    def is_routed(p):
+        return "{e}" in p.hf_name
+
     routed = [p for p in specs if is_routed(p)]
     maps = [p for p in specs if p.is_linear or p.is_map]
     num_experts = counts.get("experts", 1)

@@ -28,7 +28,10 @@ class Active:
 
     def start(self, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Active:
         """Returns it with the state after the prompts i32[B,T] of ``lengths`` i32[B]."""
-        init = lambda tokens, length: self.processor.init(tokens, length, vocab_size)
+
+        def init(tokens, length):
+            return self.processor.init(tokens, length, vocab_size)
+
         return self.replace(state=jax.vmap(init)(tokens, lengths))
 
     def apply(self, logits: jax.Array, drafted: jax.Array, is_before: jax.Array | None):
@@ -65,5 +68,8 @@ def from_configs(configs: Sequence[SamplerConfig], vocab_size: int) -> tuple[Act
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ConfigError(f"two processors are named {min(twice)!r}; expected one of a name")
-    rows = lambda p: jnp.asarray(np.asarray([p in config.processors for config in configs]))
+
+    def rows(p):
+        return jnp.asarray(np.asarray([p in config.processors for config in configs]))
+
     return *(Active(*x) for x in used.items()), *(Active(p, None, rows(p)) for p in given)

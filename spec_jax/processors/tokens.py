@@ -30,7 +30,10 @@ def by_token(
 
     def step(state, token, is_taken):
         after = advance(state, token)
-        shapes = lambda tree: jax.tree.map(lambda x: str(jax.typeof(x)), tree)
+
+        def shapes(tree):
+            return jax.tree.map(lambda x: str(jax.typeof(x)), tree)
+
         if shapes(after) != shapes(state):
             raise ConfigError(
                 f"a processor changes its state {shapes(state)} to {shapes(after)}; expected the "
@@ -42,19 +45,26 @@ def by_token(
         if len(drafted) == 0:
             return jax.vmap(apply, (None, 0))(state, logits)
         if is_before is None:
-            follow = lambda state, token: 2 * (step(state, token, True),)
+
+            def follow(state, token):
+                return 2 * (step(state, token, True),)
+
             _, after = jax.lax.scan(follow, state, drafted)
             states = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), state, after)
             return jax.vmap(apply)(states, logits)
 
         def at_node(logits, is_before):
-            follow = lambda state, draft: (step(state, *draft), None)
+            def follow(state, draft):
+                return (step(state, *draft), None)
+
             return apply(jax.lax.scan(follow, state, (drafted, is_before))[0], logits)
 
         return jax.vmap(at_node)(logits, is_before)
 
     def advance_many(state, tokens, n):
-        follow = lambda state, token: (step(state, *token), None)
+        def follow(state, token):
+            return (step(state, *token), None)
+
         is_taken = jnp.arange(len(tokens)) < n
         return jax.lax.scan(follow, state, (tokens, is_taken))[0]
 

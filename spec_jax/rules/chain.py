@@ -213,7 +213,10 @@ def expected_match(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.A
     q_s = q[order]
     below_q = jnp.cumsum(q_s) - q_s
     from_p = p_s.sum() - (jnp.cumsum(p_s) - p_s)
-    safe = lambda x: jnp.where(is_both[order], x, 1.0)
+
+    def safe(x):
+        return jnp.where(is_both[order], x, 1.0)
+
     inner = from_p / safe(p_s) + below_q / safe(q_s)
     return jnp.where(is_both[order], 1.0 / inner, 0.0).sum()
 

@@ -79,7 +79,10 @@ def plot_rounds(
     number = np.arange(1, len(accepted) + 1)
     width = max(6.0, min(0.16 * len(number) + 2, 14.0))
     with panels(1, axes, (width, 2.8)) as (axis,):
-        bar = lambda height, bottom, **look: axis.bar(number, height, 0.85, bottom, **look)
+
+        def bar(height, bottom, **look):
+            return axis.bar(number, height, 0.85, bottom, **look)
+
         bar(accepted, 0, color=COLORS["accepted"], label="accepted drafts")
         has_own = np.zeros(len(number), int)
         for kind, label in (("corrected", "corrected"), ("bonus", "bonus")):

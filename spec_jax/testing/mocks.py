@@ -36,7 +36,9 @@ class ToyCache:
         return self.replace(length=self.length - n)
 
     def insert_row(self, row, other):
-        put = lambda full, one: full.at[row].set(one[0])
+        def put(full, one):
+            return full.at[row].set(one[0])
+
         return jax.tree.map(put, self, other)
 
     def snapshot(self):
@@ -151,7 +153,10 @@ def ragged(drafter: Drafter, n_draft: Callable[[jax.Array], jax.Array]) -> Draft
         proposal, state = drafter.propose(params, state, context, num_draft)
         n = jnp.clip(n_draft(context.length), 0, proposal.n_draft)
         is_offered = jnp.arange(num_draft) < n[:, None]
-        blank = lambda x: None if x is None else jnp.where(is_offered[:, :, None], x, 0.0)
+
+        def blank(x):
+            return None if x is None else jnp.where(is_offered[:, :, None], x, 0.0)
+
         return proposal.replace(
             n_draft=n,
             tokens=jnp.where(is_offered, proposal.tokens, 0),

@@ -197,7 +197,10 @@ def chi_square(observed: np.ndarray, dist: np.ndarray) -> float:
     n_alone = int((expected >= 5).sum())
     if n_alone == 0:
         raise ValueError(f"{observed.sum()} observations are too few to test any outcome")
-    pooled = lambda x: np.append(x[:n_alone], x[n_alone:].sum())
+
+    def pooled(x):
+        return np.append(x[:n_alone], x[n_alone:].sum())
+
     e = pooled(expected)
     o = pooled(observed)
     if e[-1] < 5:  # the remainder joins the rarest outcome that stands alone

@@ -41,7 +41,10 @@ def draw_anchors(key: jax.Array, mask: jax.Array, count: int) -> tuple[jax.Array
       i32[B,A], ascending, and bool[B,A], False past the last place where a block may begin.
     """
     is_open = can_begin(mask)
-    draw = lambda key: jax.random.uniform(key, mask.shape[1:])
+
+    def draw(key):
+        return jax.random.uniform(key, mask.shape[1:])
+
     order = jax.vmap(draw)(row_keys(key, len(mask)))
     order = jnp.where(is_open, order, -1.0)
     _, anchors = jax.lax.top_k(order, min(count, mask.shape[1]))

@@ -100,7 +100,10 @@ class Blocks:
         keys, values = self.context[index]
         W, scale = keys.shape[2], q_BTNH.shape[-1] ** -0.5 if scale is None else scale
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        in_blocks = lambda x: x.reshape(*x.shape[:-2], A, S, x.shape[-1])
+
+        def in_blocks(x):
+            return x.reshape(*x.shape[:-2], A, S, x.shape[-1])
+
         q, own_k, own_v = map(in_blocks, (grouped(q_BTNH, keys.shape[1]), k_BGTH, v_BGTH))
         before = product("bgrash,bgwh->bgrasw", q, keys)
         own = product("bgrash,bgaoh->bgraso", q, own_k)

@@ -94,9 +94,12 @@ class Checkpoints:
         best = self._known
         if math.isnan(figure) or (best is not None and (figure <= best[1] or step <= best[0])):
             return False
-        save = lambda: self._best.save(
-            step, args=ocp.args.StandardSave(state), metrics={"figure": float(figure)}
-        )
+
+        def save():
+            return self._best.save(
+                step, args=ocp.args.StandardSave(state), metrics={"figure": float(figure)}
+            )
+
         self._guarded(step, save)
         self._known = (step, float(figure))
         return True

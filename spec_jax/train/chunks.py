@@ -53,7 +53,10 @@ def chain_loss(
     is_counted = shifted(batch.mask, 2, T)[:, None] & is_after
     own = is_counted.sum(axis=(0, 2)).astype(jnp.float32)
     weights = shares * reciprocal(own if counts is None else counts)
-    late = lambda x, step: jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T]
+
+    def late(x, step):
+        return jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T]
+
     states = jnp.stack([late(x, step) for step, x in enumerate(states)], axis=1)
 
     def chunk(params, states, rest):
@@ -64,11 +67,17 @@ def chain_loss(
 
     most = max(rows_at_once(B) // (B * K), 16)
     size = -(-T // -(-T // most))  # chunks of one size, since the last one is padded
-    cut = lambda x, axis: cut_chunks(x, axis, size)
+
+    def cut(x, axis):
+        return cut_chunks(x, axis, size)
+
     rest = cut(is_counted, 2), jax.tree.map(lambda x: cut(x, 1), true)
     loss, sums, drafts = sum_chunks(chunk, params, cut(states, 2), rest)
     drafts = jnp.moveaxis(drafts, 0, 2).reshape(B, K, -1)
-    row = lambda x, step: shifted(x[:, step], step, T)
+
+    def row(x, step):
+        return shifted(x[:, step], step, T)
+
     drafts, are_counted = ([row(x, step) for step in range(K)] for x in (drafts, is_counted))
     figures = {"terms": {"tokens": Mean(shares * sums, own)}, "loss_by_step": Mean(sums, own)}
     return loss, figures | chain_figures(drafts, batch, are_counted)
@@ -142,7 +151,9 @@ def sum_chunks(
         return (loss, sums, kept), (d_params, d_states)
 
     def backward(gradients, d_outputs):
-        scaled = lambda x: (x * d_outputs[0]).astype(x.dtype)
+        def scaled(x):
+            return (x * d_outputs[0]).astype(x.dtype)
+
         return *jax.tree.map(scaled, gradients), None
 
     summed.defvjp(forward, backward)

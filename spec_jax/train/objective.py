@@ -112,7 +112,10 @@ class Objective(NamedTuple):
 
     def split(self, params: Mapping[str, Any]) -> tuple[dict, dict]:
         """Splits a head's parameters into those that are trained and the constants."""
-        is_constant = lambda name: name in self.constants
+
+        def is_constant(name):
+            return name in self.constants
+
         trained = {name: w for name, w in params.items() if not is_constant(name)}
         return trained, {name: w for name, w in params.items() if is_constant(name)}
 
@@ -182,5 +185,8 @@ def chain_figures(drafts: list[jax.Array], batch: Batch, weights: list[jax.Array
         reached.append(is_reached.sum())
         is_reached &= draft == shifted(batch.tokens, 2 + step, T)
         hits.append(is_reached.sum())
-    count = lambda x: jnp.stack(x).astype(jnp.float32)
+
+    def count(x):
+        return jnp.stack(x).astype(jnp.float32)
+
     return {"teacher_forced_accept": Mean(count(hits), count(reached))}

@@ -55,7 +55,10 @@ def device_bytes(tree: Any, where: Any | None = None) -> int:
     """
     arrays = jax.tree.leaves(tree)
     where = [x.sharding for x in arrays] if where is None else jax.tree.leaves(where)
-    part = lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+
+    def part(x, s):
+        return math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+
     return sum(map(part, arrays, where))
 
 

@@ -33,7 +33,10 @@ def cast(tree: Any, dtype: DTypeLike | None) -> Any:
     """Casts the floating arrays of a pytree to ``dtype``; None leaves them as they are."""
     if dtype is None:
         return tree
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
@@ -69,7 +72,10 @@ def train_step(
     Raises:
       ConfigError: The batch cannot be computed in parts.
     """
-    run = lambda params, batch, *counts: objective(cast(params, dtype), batch, frozen, *counts)
+
+    def run(params, batch, *counts):
+        return objective(cast(params, dtype), batch, frozen, *counts)
+
     graded = jax.value_and_grad(run, has_aux=True)
     if accumulate == 1:
         (value, figures), grads = graded(state.params, batch)
@@ -82,7 +88,10 @@ def train_step(
     if terms := figures.get("terms"):
         is_empty = jnp.stack([jnp.all(term.count == 0) for term in terms.values()]).all()
         old = state.params, state.opt_state
-        keep = lambda old, new: jnp.where(is_empty, old, new)
+
+        def keep(old, new):
+            return jnp.where(is_empty, old, new)
+
         params, opt_state = jax.tree.map(keep, old, (params, opt_state))
     return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -43,7 +43,10 @@ class UnrolledCache:
 
     def of_steps(self, num_steps: int) -> UnrolledCache:
         """Makes a cache for several steps, from one that a step has returned, or its shapes."""
-        empty = lambda *lead: tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
+
+        def empty(*lead):
+            return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
+
         cache = UnrolledCache.create(len(self.length), self.slots, self.begins)
         return cache.replace(true=empty(), later=empty(num_steps - 1))
 
@@ -64,8 +67,11 @@ class UnrolledCache:
             out = causal_attention(q_BTNH, *new, scale=scale, begins=self.begins)
             return out, self.replace(true=new)
         true = tuple(jnp.where(step == 0, x, old) for x, old in zip(new, self.true))
+
         # At step 0 a place is written that the mask hides until its own step writes it.
-        put = lambda all_, x: all_.at[jnp.maximum(step - 1, 0)].set(x)
+        def put(all_, x):
+            return all_.at[jnp.maximum(step - 1, 0)].set(x)
+
         later = tuple(map(put, self.later, new))
         out = _attend_unrolled(q_BTNH, true, later, step, scale, self.begins)
         return out.astype(v_BGTH.dtype), self.replace(true=true, later=later)

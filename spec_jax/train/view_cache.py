@@ -84,7 +84,10 @@ class ViewCache:
         name = hashlib.sha256(self._identity + repr(tokens.shape).encode() + tokens.tobytes())
         if begins is not None:
             name.update(np.asarray(begins, np.int32).tobytes())
-        path = lambda row: self.folder / f"{name.hexdigest()}.{row}.safetensors"
+
+        def path(row):
+            return self.folder / f"{name.hexdigest()}.{row}.safetensors"
+
         found = self._read(path, len(tokens))
         if not processes.any_process(found is None):
             return self._joined(found, len(tokens))
@@ -108,7 +111,9 @@ class ViewCache:
 
     def _joined(self, found: dict[int, dict[str, np.ndarray]], batch: int) -> View:
         def join(name):
-            rows = lambda index: np.stack([found[row][name] for row in range(batch)[index[0]]])
+            def rows(index):
+                return np.stack([found[row][name] for row in range(batch)[index[0]]])
+
             shape = batch, *next(iter(found.values()))[name].shape
             where = self._placement.rows(shape)
             if where is None:

@@ -145,7 +145,10 @@ class _Packed:
         kinds = turn["kinds"][:MAX_TOKENS]
         pieces = turn["pieces"][:MAX_TOKENS]
         n = min(len(kinds), len(pieces))
-        part = lambda name: list(turn.get(name) or ())[:n]
+
+        def part(name):
+            return list(turn.get(name) or ())[:n]
+
         text = {"ids": part("tokens"), "pieces": [_cut(p or "", _MAX_PIECE) for p in pieces[:n]]}
         if any(p is not None for p in part("probs")):
             text["probs"] = [_rounded(p) for p in part("probs")]

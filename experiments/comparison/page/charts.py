@@ -33,7 +33,10 @@ def interval(
       predicted: Drawn as a tick if it is finite.
       width: In pixels.
     """
-    place = lambda x: 4 + (width - 8) * min(max(x, 0.0), top) / top
+
+    def place(x):
+        return 4 + (width - 8) * min(max(x, 0.0), top) / top
+
     kind = "faster" if speedup.low > 1 else "slower" if speedup.high < 1 else "unsure"
     shapes = [
         _at('<line class="rail" x1="4" x2="{}" y1="9" y2="9"/>', width - 4),

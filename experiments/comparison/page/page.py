@@ -262,7 +262,10 @@ def predicted(results: Sequence[CellResult]) -> dict[str, Any] | None:
     plain_ms = {
         r.cell.temperature: r.round_time.round_ms for r in first if r.cell.is_plain and r.round_time
     }
-    even_ms = lambda r: r.tau.value * plain_ms.get(r.cell.temperature, math.nan)
+
+    def even_ms(r):
+        return r.tau.value * plain_ms.get(r.cell.temperature, math.nan)
+
     stages = [(r, _stages(r)) for r in shown]
     ends = [x for r, parts in stages for x in (sum(parts.values()), even_ms(r))]
     top = max((x for x in ends if math.isfinite(x)), default=1.0)

@@ -73,7 +73,10 @@ def without_step(head: LoadedHead) -> LoadedHead:
     )
     own = {field.name for field in dataclasses.fields(DFlashConfig)}
     kept = {name: value for name, value in vars(head.config).items() if name in own}
-    is_block = lambda name: name != "step" and not name.startswith("confidence")
+
+    def is_block(name):
+        return name != "step" and not name.startswith("confidence")
+
     params = {name: w for name, w in head.params.items() if is_block(name)}
     name = f"{head.name} without its step"
     return LoadedHead(name, DFlashConfig(**kept), params, stated_length=head.stated_length)

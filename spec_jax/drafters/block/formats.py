@@ -388,7 +388,10 @@ def pick_format(config: BlockConfig, target: Any, format: str | None, num_tokens
       ConfigError: no format can express this config.
     """
     names = (format,) if format else formats_of(config.name)
-    write = lambda name: head_json(config, name, target.config, num_tokens, target.name)
+
+    def write(name):
+        return head_json(config, name, target.config, num_tokens, target.name)
+
     return first_that_can_express(names, write)
 
 

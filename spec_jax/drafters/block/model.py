@@ -115,7 +115,10 @@ def _convolutions(layer, name, h, config, width):
 
     def convolve(x, side):
         blocks = x.reshape(len(x), -1, width, x.shape[-1])
-        shifted = lambda tap: jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0)))[:, :, :width]
+
+        def shifted(tap):
+            return jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0)))[:, :, :width]
+
         return sum(kernel[:, :, side, tap] * shifted(tap).reshape(x.shape) for tap in range(taps))
 
     return (lambda x: convolve(x, 0)), (lambda x: convolve(x, 1))
@@ -261,7 +264,10 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
 
     def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         del tokens, pending
-        step = lambda cache, _, n, features: inject(params["head"], cache, features, n, config)
+
+        def step(cache, _, n, features):
+            return inject(params["head"], cache, features, n, config)
+
         return over_chunks(step, state, (features,), lengths, chunk)
 
     def init(params, batch, slots):

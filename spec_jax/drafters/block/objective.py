@@ -55,7 +55,10 @@ def context_keys(
     """
     states = context_states(head, features, config)
     window = Window.after(config.layer, None, *states.shape[:2], begins=begins)
-    one = lambda i: keys_values(head["layers"][str(i)], states, window, config.layer)
+
+    def one(i):
+        return keys_values(head["layers"][str(i)], states, window, config.layer)
+
     return tuple(one(i) for i in range(config.layer.num_hidden_layers))
 
 
@@ -93,7 +96,10 @@ def states_at(
     block = jnp.pad(begin, masks, constant_values=config.mask_token_id).reshape(B, A * S)
     x = embed_tokens(params["target"]["embed"], block).astype(params["head"]["norm"].dtype)
     for i in range(layer.num_hidden_layers):
-        run = lambda weights, x, i=i: block_layer(weights, x, cache, i, window, config, S)[0]
+
+        def run(weights, x, i=i):
+            return block_layer(weights, x, cache, i, window, config, S)[0]
+
         x = (jax.checkpoint(run) if is_remat else run)(params["head"]["layers"][str(i)], x)
     return x.reshape(B, A, S, -1)[:, :, S - config.max_draft :]
 
@@ -244,7 +250,10 @@ def block_loss(
             logit = confidence_logits(head, x, before, config)
             total += confidence_weight * (jnp.logaddexp(0.0, logit) - accepted * logit)
             sums["bias"] = jax.nn.sigmoid(logit) - accepted
-        by_slot = lambda x: jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+
+        def by_slot(x):
+            return jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+
         return by_slot(weights * total).sum(), (jax.tree.map(by_slot, sums), ())
 
     size = blocks_at_once(batch.tokens, anchors, config.block_size, config.layer)

@@ -116,7 +116,10 @@ def _embedded(table: jax.Array, token: jax.Array) -> jax.Array:
 def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
     """Joins the last axes of two arrays whose other axes broadcast."""
     shape = jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1])
-    wide = lambda x: jnp.broadcast_to(x, (*shape, x.shape[-1]))
+
+    def wide(x):
+        return jnp.broadcast_to(x, (*shape, x.shape[-1]))
+
     return jnp.concatenate([wide(a), wide(b)], axis=-1)
 
 
@@ -148,7 +151,10 @@ def _pairs_table(config: DFlash2Config) -> dict[str, ParamSpec]:
     D = config.layer.hidden_size
     V = config.target_vocab_size
     r = config.selector_rank
-    name = lambda which: f"candidate_selector.{which}_codebook"
+
+    def name(which):
+        return f"candidate_selector.{which}_codebook"
+
     table = {which: ParamSpec((V, r), ("vocab", "rank"), name(which)) for which in _CODEBOOKS}
     table["successor"] = table["successor"]._replace(init="zeros")
     linear_specs(table, "state", D, r, ("embed", "rank"), "candidate_selector.hidden_projection")

@@ -197,8 +197,13 @@ def draft_chain(
 
     state = (carry, *add(drafted, logits, carry, jnp.int32(1)))
     if context.stop_below > 0:
-        going = lambda loop: (loop[0] <= num_draft) & loop[1][2].is_going.any()
-        step = lambda loop: (loop[0] + 1, body(*loop))
+
+        def going(loop):
+            return (loop[0] <= num_draft) & loop[1][2].is_going.any()
+
+        def step(loop):
+            return (loop[0] + 1, body(*loop))
+
         _, state = jax.lax.while_loop(going, step, (jnp.int32(2), state))
     else:
         state = jax.lax.fori_loop(2, num_draft + 1, body, state)
@@ -214,7 +219,10 @@ def draft_block(logits: jax.Array, context: Context, num_draft: int) -> Proposal
       context: the sampler and the noise to draw with.
       num_draft: K, which may be 0.
     """
-    read = lambda carry, token, node: (logits[:, node - 1], carry)
+
+    def read(carry, token, node):
+        return (logits[:, node - 1], carry)
+
     return draft_chain(logits[:, 0], None, read, context, num_draft)[0]
 
 

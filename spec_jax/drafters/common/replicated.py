@@ -22,8 +22,13 @@ class WholeState:
 
     def axes(self) -> WholeState:
         """The logical axes of the arrays, see ``sharding``."""
-        rows = lambda axes: P(*(name if name == "batch" else None for name in axes))
-        is_axes = lambda x: isinstance(x, P)
+
+        def rows(axes):
+            return P(*(name if name == "batch" else None for name in axes))
+
+        def is_axes(x):
+            return isinstance(x, P)
+
         return WholeState(jax.tree.map(rows, state_axes(self.state), is_leaf=is_axes))
 
 

@@ -116,7 +116,10 @@ def sequential_drafter(modules: Modules) -> Drafter:
 
     def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         after = tokens_after(tokens, lengths, pending)
-        step = lambda state, _, n, *pairs: refresh(params, state, pairs[0], n, pairs[1])
+
+        def step(state, _, n, *pairs):
+            return refresh(params, state, pairs[0], n, pairs[1])
+
         return over_chunks(step, state, (after, features), lengths, chunk)
 
     def propose(params, state, context: Context, num_draft: int):

@@ -155,7 +155,10 @@ def _draw_children(grown: _Grown, nodes, depth: int, count: int):
             ranked = jnp.where(dist > -jnp.inf, -jnp.inf, process(is_argmax=True))
             left, other = top_k(ranked, count)
             after = jnp.arange(count) - is_drawn.sum(axis=-1, keepdims=True)
-            take = lambda x: jnp.take_along_axis(x, jnp.maximum(after, 0), axis=-1)
+
+            def take(x):
+                return jnp.take_along_axis(x, jnp.maximum(after, 0), axis=-1)
+
             return jnp.where(is_drawn, first, take(other)), jnp.where(is_drawn, value, take(left))
 
         drawn, value = jax.lax.cond(is_drawn.all(), lambda: (first, value), fill)
@@ -180,7 +183,10 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     seed = context.sampler.seed
     start = context.length
     learned = context.sampler.learned
-    one = lambda node: rng.gumbel(rng.keys(seed, rng.Purpose.DRAFT, start, node + 1, learned), V)
+
+    def one(node):
+        return rng.gumbel(rng.keys(seed, rng.Purpose.DRAFT, start, node + 1, learned), V)
+
     return jax.vmap(one, out_axes=1)(nodes)
 
 
@@ -223,7 +229,10 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
 
     def choose(seen):
         chosen = jnp.sort(jax.lax.top_k(seen["score"], K)[1], axis=1)
-        take = lambda name: jnp.take_along_axis(seen[name], chosen, axis=1)
+
+        def take(name):
+            return jnp.take_along_axis(seen[name], chosen, axis=1)
+
         number = jnp.zeros((len(chosen), num_seen + 1), jnp.int32)
         number = _set(number, chosen, jnp.arange(1, K + 1))
         at = jnp.where(take("parent") < 0, num_seen, take("parent"))

@@ -101,7 +101,10 @@ def formats_of(version: int, is_parallel: bool = False) -> tuple[str, ...]:
       version: of EAGLE.
       is_parallel: those of P-EAGLE, which extends version 3.
     """
-    fits = lambda fmt: fmt.version == version and (fmt.parallel is not None or not is_parallel)
+
+    def fits(fmt):
+        return fmt.version == version and (fmt.parallel is not None or not is_parallel)
+
     return tuple(name for name, fmt in FORMATS.items() if fits(fmt))
 
 
@@ -113,8 +116,13 @@ def file_names(config: EagleConfig, prefix: str) -> dict[str, tuple[str, ParamSp
       prefix: of the tensors of the first layer.
     """
     table = flat_table(head_table(config))
-    layer = lambda name: f"{name.rpartition('.')[0]}." if "." in name else prefix
-    stored = lambda name: table[name].hf_name.replace("model.layers.{i}.", layer(name))
+
+    def layer(name):
+        return f"{name.rpartition('.')[0]}." if "." in name else prefix
+
+    def stored(name):
+        return table[name].hf_name.replace("model.layers.{i}.", layer(name))
+
     return {name: (stored(name), spec) for name, spec in table.items()}
 
 
@@ -389,7 +397,7 @@ def head_json(
     is_speculators = format == SPECULATORS
     is_narrow = _is_narrow(config)
     layer = config.layer.to_hf() | config.layer.rope.spellings()
-    architecture, = layer.pop("architectures")
+    (architecture,) = layer.pop("architectures")
     layer |= {"tie_word_embeddings": False, "vocab_size": config.target_vocab_size}
     hf: dict[str, Any] = {"own_embed": config.own_embed}
     if isinstance(config, PEagleConfig):

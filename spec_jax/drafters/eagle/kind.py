@@ -60,7 +60,10 @@ def pick_format(
       ConfigError: no format can express this config.
     """
     names = (format,) if format else formats_of(config.version, config.is_parallel)
-    write = lambda name: head_json(config, name, target.config, num_speculative_tokens, target.name)
+
+    def write(name):
+        return head_json(config, name, target.config, num_speculative_tokens, target.name)
+
     return first_that_can_express(names, write)
 
 

@@ -220,7 +220,10 @@ def head_table(config: EagleConfig) -> dict[str, Any]:
     D = config.layer.hidden_size
     Dt = config.target_hidden_size
     E = len(config.taps)
-    norm = lambda size, name: ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")
+
+    def norm(size, name):
+        return ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")
+
     is_old = config.version == 1
     size_in = D + Dt if is_old else E * Dt
     fc = ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)

@@ -76,7 +76,10 @@ def eagle1_loss(
     params = {"head": head, "target": target}
     features = batch.view.features
     if noise:
-        draw = lambda key: jax.random.uniform(key, features.shape[1:], jnp.float32, -0.5, 0.5)
+
+        def draw(key):
+            return jax.random.uniform(key, features.shape[1:], jnp.float32, -0.5, 0.5)
+
         uniform = jax.vmap(draw)(row_keys(batch.key, len(features)))
         features = features + (noise * 512 / T * uniform).astype(features.dtype)
     x = unroll(eagle_head(config, model), params, features, batch.tokens, 1, batch.begins)
@@ -144,7 +147,10 @@ def eagle3_loss(
     given = features, batch.tokens, num_steps, batch.begins
     states = unroll(run, params, *given, is_remat=is_remat)
     compare = _compare(head, target, config, model, divergence)
-    measure = lambda scored, states, hidden: compare(scored, states, hidden[:, None])
+
+    def measure(scored, states, hidden):
+        return compare(scored, states, hidden[:, None])
+
     hidden = batch.view.hidden[:, 1 : 1 + T]
     shares = decay ** jnp.arange(num_steps)
     over = counts and counts["tokens"]
@@ -330,7 +336,10 @@ def peagle_loss(
         losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
         is_right = is_counted & (drafts == slots(batch.tokens, anchors, 1, K))
         sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(is_counted, is_right)))}
-        by_step = lambda x: jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+
+        def by_step(x):
+            return jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+
         sums = jax.tree.map(by_step, sums)
         return (weights * sums["loss"]).sum(), (sums, ())
 
@@ -338,7 +347,10 @@ def peagle_loss(
     size = blocks_at_once(batch.tokens, anchors, K, config.layer)
     rest = cut_chunks(anchors, 1, size), cut_chunks(is_counted, 1, size)
     others, sums, _ = sum_chunks(chunk, (trained, x, context), (), rest)
-    set_first = lambda x, of_first: x.at[0].set(of_first[0])
+
+    def set_first(x, of_first):
+        return x.at[0].set(of_first[0])
+
     by_step = jax.tree.map(set_first, Mean(sums["loss"], own), first["loss_by_step"])
     terms = first["terms"] | {"drafts": Mean(later * sums["loss"], own)}
     accept = Mean(sums["hits"], sums["reached"])

@@ -142,7 +142,10 @@ class OpenModules(NamedTuple):
           WeightsError: a tensor is missing, unexpected, quantised, or of another shape than
             config.json says.
         """
-        read = lambda i: _module(self.tensors, self.format, config, i, dtype)
+
+        def read(i):
+            return _module(self.tensors, self.format, config, i, dtype)
+
         weights = {str(i): read(i) for i in range(config.num_modules)}
         self.tensors.finish()
         return weights
@@ -181,7 +184,10 @@ def open_modules(
     tensors = StrictReader(directory, source)
     tensors.sizes = integers_of(config.layer)
     both = mtp_table(dataclasses.replace(config, has_own_embed=True, has_own_head=True))
-    names_of = lambda end: [fmt.tensor(end, both[end], i) for i in range(config.num_modules)]
+
+    def names_of(end):
+        return [fmt.tensor(end, both[end], i) for i in range(config.num_modules)]
+
     ends = {end: [n for n in names_of(end) if n in tensors.left] for end in ("embed", "head")}
     return OpenModules(fmt, config, ends, shards, tensors, notes)
 
@@ -192,7 +198,9 @@ def _module(
     """The weights of one module, of which nothing is read yet."""
 
     def leaf(name, spec):
-        take = lambda spec, e=0: tensors.weight(fmt.tensor(name, spec, index, e), spec, dtype)
+        def take(spec, e=0):
+            return tensors.weight(fmt.tensor(name, spec, index, e), spec, dtype)
+
         if "{e}" not in spec.hf_name:
             return take(spec)
         count, *shape = spec.shape
@@ -218,7 +226,10 @@ def _compare_end(
         return True, f"{original} is not here to be compared with {stored[0]}"
     whole = shards.tensor(original)
     for tensor in map(tensors.tensor, stored):
-        is_equal = lambda part: np.array_equal(tensor.read(part), whole.read(part))
+
+        def is_equal(part):
+            return np.array_equal(tensor.read(part), whole.read(part))
+
         if tensor.shape != whole.shape or not holds_for_parts(is_equal, whole.shape, sharding):
             return True, f"{stored[0]} differs from {original}"
     return False, f"{stored[0]} is a copy of {original}"
@@ -281,7 +292,10 @@ def write_mtp(
     hf = modules_json(config, fmt, L)
     read = modules_config(hf, fmt, config.num_modules, target_config, {}, [])
     ends = {name: getattr(config, name) for name in ("has_own_embed", "has_own_head")}
-    plain = lambda layer: with_attention(layer, "auto")  # no file states it
+
+    def plain(layer):
+        return with_attention(layer, "auto")  # no file states it
+
     read = dataclasses.replace(read, **ends, layer=plain(read.layer))
     expected = dataclasses.replace(config, order=fmt.order, layer=plain(config.layer))
     if read != expected:

@@ -139,7 +139,10 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
     D = config.layer.hidden_size
     V = config.target_vocab_size
     prefix = "model.layers.{i}."
-    norm = lambda name: ParamSpec((D,), ("embed",), f"{prefix}{name}.weight", init="ones")
+
+    def norm(name):
+        return ParamSpec((D,), ("embed",), f"{prefix}{name}.weight", init="ones")
+
     table = {
         "embed_norm": norm("enorm"),
         "hidden_norm": norm("hnorm"),
@@ -154,7 +157,7 @@ def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
         table["head"] = ParamSpec(
             (D, V), ("embed", "vocab"), prefix + "shared_head.head.weight", is_linear=True
         )
-    layer, = family_of(config.layer).layer_tables(config.layer)
+    (layer,) = family_of(config.layer).layer_tables(config.layer)
     return table | layer
 
 
@@ -225,7 +228,7 @@ def forward(
     if index > 0 and cache is not None:
         mask = window.mask & (jnp.arange(cache.slots) >= index)
         window = window._replace(mask=mask, first=index)
-    kind, = layer_kinds(layer)
+    (kind,) = layer_kinds(layer)
     x, cache = kind.layer(module, x, cache, index, window, layer)
     return constrain(x, "batch"), cache
 
@@ -251,7 +254,7 @@ def unembed(
 
 def _common(config: MtpConfig) -> dict[str, Any]:
     """The fields that ``Head`` and ``Modules`` share."""
-    kind, = layer_kinds(config.layer)
+    (kind,) = layer_kinds(config.layer)
     return dict(
         name=config.name,
         vocab_size=config.target_vocab_size,

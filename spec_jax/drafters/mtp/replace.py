@@ -85,7 +85,10 @@ def _open(
         f"{source} has no safetensors, in which modules could be replaced",
     )
     modules = open_modules(source, target, stack)
-    plain = lambda config: dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
+
+    def plain(config):
+        return dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
+
     ends = {f"has_own_{end}": _may_own(modules, end) for end in modules.ends}
     stored = plain(modules.config)
     custom = plain(head.config)
@@ -161,7 +164,10 @@ def _write(
         if not path.is_file():
             continue
         if names & changed.keys():
-            read = lambda name: shards.tensor(name).read_whole()
+
+            def read(name):
+                return shards.tensor(name).read_whole()
+
             tensors = {n: changed[n] if n in changed else read(n) for n in sorted(names)}
             save_file(tensors, part, metadata={"format": "pt"})
         elif path in weights:

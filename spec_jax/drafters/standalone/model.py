@@ -59,7 +59,10 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
 
     def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         del pending, features
-        step = lambda cache, _, n, tokens: model.forward(params, tokens, cache).cache.commit(n)
+
+        def step(cache, _, n, tokens):
+            return model.forward(params, tokens, cache).cache.commit(n)
+
         cache = over_chunks(step, state.cache, (tokens,), lengths - 1, chunk)
         return state.replace(cache=cache)
 
@@ -116,7 +119,9 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
             fed = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
             return model.forward(params, fed, cache).cache.commit(lag(cache))
 
-        is_lagging = lambda cache: (lag(cache) > 0).any()
+        def is_lagging(cache):
+            return (lag(cache) > 0).any()
+
         return state.replace(cache=jax.lax.while_loop(is_lagging, feed_next, state.cache))
 
     def insert_row(state, row, other):

@@ -71,9 +71,15 @@ def _put_by_row(cache, new, start, layer):
 def _put_at_once(cache, new, start, layer):
     """A vmapped dynamic_update_slice, which is a scatter."""
     axis = 1 if cache.ndim == 5 else 0
-    by_row = lambda x: x.reshape(*x.shape[:axis], len(start), -1, *x.shape[axis + 1 :])
+
+    def by_row(x):
+        return x.reshape(*x.shape[:axis], len(start), -1, *x.shape[axis + 1 :])
+
     first = [layer if axis else 0, *[0] * (cache.ndim - 3)]
-    put = lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (*first, at, 0))
+
+    def put(row, new, at):
+        return jax.lax.dynamic_update_slice(row, new, (*first, at, 0))
+
     return jax.vmap(put, (axis, axis, 0), axis)(by_row(cache), by_row(new), start).reshape(
         cache.shape
     )
@@ -92,7 +98,10 @@ def _put_by_kernel(cache, new, start, layer):
 
     B = len(start)
     heads = math.prod(cache.shape[:-2]) // B // (cache.shape[0] if cache.ndim == 5 else 1)
-    by_row = lambda x: x.reshape(-1, B, heads, *x.shape[-2:])
+
+    def by_row(x):
+        return x.reshape(-1, B, heads, *x.shape[-2:])
+
     return write_rows(by_row(cache), by_row(new), start, layer).reshape(cache.shape)
 
 
@@ -112,7 +121,10 @@ def take_slots(cache: jax.Array, slots: jax.Array) -> jax.Array:
 def _gather_slots(cache, slots):
     axis = 1 if cache.ndim == 5 else 0
     slots = jnp.repeat(slots, cache.shape[axis] // len(slots), axis=0)
-    take = lambda x, at: jnp.take(x, at, axis=-2)
+
+    def take(x, at):
+        return jnp.take(x, at, axis=-2)
+
     return jax.vmap(take, (axis, 0), axis)(cache, slots)
 
 
@@ -239,7 +251,10 @@ class KVCache:
         """
         is_finite = jnp.isfinite(values).all(axis=-1, keepdims=True)
         keys, values = jnp.where(is_finite, keys, jnp.nan), jnp.where(is_finite, values, 0)
-        into = lambda caches, new: self._put(caches, layer, new, start)
+
+        def into(caches, new):
+            return self._put(caches, layer, new, start)
+
         return self.replace(keys=into(self.keys, keys), values=into(self.values, values))
 
     def _put(self, caches, layer, new, start):
@@ -331,7 +346,10 @@ class KVCache:
             return put_rows(cache, take_slots(cache, slots), start)
 
         move = by_shard(move, (axes, P("batch"), P("batch")), axes)
-        each = lambda cache: move(cache, self.length[:, None] + path, self.length)
+
+        def each(cache):
+            return move(cache, self.length[:, None] + path, self.length)
+
         return self.replace(
             keys=jax.tree.map(each, self.keys), values=jax.tree.map(each, self.values)
         )
@@ -360,7 +378,9 @@ class KVCache:
             taken = take_of_array(by_row, rows, axis)
             return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-        each = lambda arrays: jax.tree.map(take, arrays)
+        def each(arrays):
+            return jax.tree.map(take, arrays)
+
         length = take_of_array(self.length, rows)
         return self.replace(keys=each(self.keys), values=each(self.values), length=length)
 
@@ -373,7 +393,10 @@ class KVCache:
 
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
         """Returns copies of keys and values, one ``dtype[B,G,S,H]`` a layer, for a snapshot."""
-        copies = lambda arrays: tuple(map(jnp.copy, self._by_layer(arrays)))
+
+        def copies(arrays):
+            return tuple(map(jnp.copy, self._by_layer(arrays)))
+
         return {"keys": copies(self.keys), "values": copies(self.values)}
 
     def with_parts(self, parts: dict[str, tuple[jax.Array, ...]], length: jax.Array) -> KVCache:

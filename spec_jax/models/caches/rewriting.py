@@ -65,6 +65,9 @@ def _has_rewritten(init: Callable[..., Any], params: Any) -> bool:
     if not any(is_rewritten(jnp.bfloat16, platform) for platform in platforms):
         return False
     state = jax.eval_shape(lambda params: init(params, 1, 8), params)
-    is_cache = lambda node: isinstance(node, KVCache)
+
+    def is_cache(node):
+        return isinstance(node, KVCache)
+
     caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
     return any(x.dtype == jnp.bfloat16 for cache in caches for x in jax.tree.leaves(cache))

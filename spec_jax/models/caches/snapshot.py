@@ -17,7 +17,10 @@ from spec_jax.errors import SnapshotError
 
 def _save(self, path: str | pathlib.Path) -> None:
     """Writes the snapshot to one safetensors file."""
-    part = lambda key: str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
+
+    def part(key):
+        return str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
+
     leaves = jax.tree_util.tree_flatten_with_path(self)[0]
     arrays = {".".join(map(part, keys)): np.asarray(leaf) for keys, leaf in leaves}
     save_file(arrays, path, metadata={"format": f"spec_jax.{type(self).__name__}"})
@@ -49,8 +52,13 @@ def _nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         else:
             outer[first] = jnp.asarray(array)
     inner = {name: _nested(x) if isinstance(x, dict) else x for name, x in outer.items()}
-    in_order = lambda x: tuple(x[str(i)] for i in range(len(x)))
-    is_numbered = lambda x: isinstance(x, dict) and set(x) == set(map(str, range(len(x))))
+
+    def in_order(x):
+        return tuple(x[str(i)] for i in range(len(x)))
+
+    def is_numbered(x):
+        return isinstance(x, dict) and set(x) == set(map(str, range(len(x))))
+
     return {name: in_order(x) if is_numbered(x) else x for name, x in inner.items()}
 
 

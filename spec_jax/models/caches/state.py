@@ -63,7 +63,10 @@ class LayerState:
         """Makes room for a window of ``width`` tokens that several passes fill."""
         B, N, H, Z = self.ssm.shape
         C = self.conv.shape[2]
-        zeros = lambda *shape: jnp.zeros((B, width, *shape), jnp.float32)
+
+        def zeros(*shape):
+            return jnp.zeros((B, width, *shape), jnp.float32)
+
         window = Inputs(
             raw=zeros(C).astype(self.conv.dtype),
             u=zeros(N, H),
@@ -78,12 +81,18 @@ class LayerState:
             return self
         window = self.window
         if path is not None:
-            along = lambda x: jax.vmap(lambda row, index: row[index])(x, path)
+
+            def along(x):
+                return jax.vmap(lambda row, index: row[index])(x, path)
+
             window = jax.tree.map(along, window)
         width = window.raw.shape[1]
         ssm = fold(self.ssm, window, jnp.arange(width) < n[:, None])
         inputs = jnp.concatenate([self.conv, window.raw], axis=1)
-        last = lambda row, n: jax.lax.dynamic_slice_in_dim(row, n, self.conv.shape[1])
+
+        def last(row, n):
+            return jax.lax.dynamic_slice_in_dim(row, n, self.conv.shape[1])
+
         return LayerState(ssm, jax.vmap(last)(inputs, n))
 
 
@@ -115,7 +124,10 @@ class StateCache:
         first = (num_layers, batch) if is_stacked and num_layers > 1 else (batch,)
         ssm = (*first, mixer.num_heads, mixer.head_dim, mixer.state_size)
         conv = (*first, mixer.conv_kernel - 1, mixer.conv_dim)
-        layer = lambda: LayerState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
+
+        def layer():
+            return LayerState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
+
         layers = layer() if len(first) > 1 else tuple(layer() for _ in range(num_layers))
         return cls(layers, jnp.zeros((batch,), jnp.int32))
 
@@ -146,7 +158,10 @@ class StateCache:
 
     def _each(self, function: Callable[[LayerState], LayerState]) -> Any:
         """What a function makes of every layer, held as the layers are."""
-        is_one = lambda node: isinstance(node, LayerState)
+
+        def is_one(node):
+            return isinstance(node, LayerState)
+
         function = jax.vmap(function) if self.is_stacked else function
         return jax.tree.map(function, self.layers, is_leaf=is_one)
 
@@ -171,8 +186,13 @@ class StateCache:
 
     def insert_row(self, row: int | jax.Array, other: StateCache) -> StateCache:
         """Replaces row ``row`` by the only row of ``other``."""
-        is_one = lambda node: isinstance(node, LayerState)
-        put = lambda ours, theirs: ours.insert_row(row, theirs)
+
+        def is_one(node):
+            return isinstance(node, LayerState)
+
+        def put(ours, theirs):
+            return ours.insert_row(row, theirs)
+
         layers = jax.tree.map(put, self.layers, other.layers, is_leaf=is_one)
         return StateCache(layers, self.length.at[row].set(other.length[0]))
 

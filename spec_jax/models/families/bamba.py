@@ -61,7 +61,9 @@ class BambaConfig(PartialRotary):
     __repr__ = short_repr()
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)
+        def set_(name, value):
+            return object.__setattr__(self, name, value)
+
         if self.mamba_d_head == "auto":
             set_("mamba_d_head", None)
         if self.num_key_value_heads is None:
@@ -170,7 +172,10 @@ class BambaConfig(PartialRotary):
 def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
     prefix = "model.layers.{i}."
-    norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
+
+    def norm(hf):
+        return norm_spec(config.hidden_size, f"{prefix}{hf}")
+
     feed = {"mlp_norm": norm("pre_ff_layernorm"), **mlp_specs(config, f"{prefix}feed_forward.")}
     first = {"attention_norm": norm("input_layernorm")}
     kinds = {

@@ -64,7 +64,9 @@ class Glm4MoeConfig(PartialRotary):
     __repr__ = short_repr()
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)
+        def set_(name, value):
+            return object.__setattr__(self, name, value)
+
         D = self.hidden_size
         N = self.num_attention_heads
         G = self.num_key_value_heads

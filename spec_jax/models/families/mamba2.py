@@ -29,7 +29,10 @@ def time_limits(value: Any) -> tuple[float, float]:
     Raises:
       ConfigError: it is not a pair of a smaller and a larger number.
     """
-    plain = lambda x: x.get("__float__") if isinstance(x, Mapping) else x
+
+    def plain(x):
+        return x.get("__float__") if isinstance(x, Mapping) else x
+
     try:
         low, high = (float(plain(x)) for x in ((0.0, math.inf) if value is None else value))
     except (TypeError, ValueError, OverflowError):
@@ -212,7 +215,10 @@ def mixer(
         held = whole.layer(index if cache is not None else 0)
         old = held.window
         offset = window.offset
-        put = lambda name, new: write(old and getattr(old, name), new, offset)
+
+        def put(name, new):
+            return write(old and getattr(old, name), new, offset)
+
         parts = (config.width, config.width + config.conv_dim)
         # Its parts are not split where the mesh splits the whole, so it is gathered once.
         projected = constrain(linear(x_BTD, layer, "in"), "batch", None, None)

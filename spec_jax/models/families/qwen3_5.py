@@ -96,7 +96,9 @@ class Qwen35Config(PartialRotary):
     __repr__ = short_repr()
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)
+        def set_(name, value):
+            return object.__setattr__(self, name, value)
+
         feed = _SPARSE if self.num_experts is not None else ("intermediate_size",)
         sizes = (f.name for f in dataclasses.fields(self) if f.type == "int")
         check_sizes(self, *sizes, *feed)
@@ -166,7 +168,10 @@ class Qwen35Config(PartialRotary):
 
 def layer_tables(config: Qwen35Config) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
-    dense = lambda config: mlp_specs(config, "model.layers.{i}.mlp.")
+
+    def dense(config):
+        return mlp_specs(config, "model.layers.{i}.mlp.")
+
     feed = (mlp_table if config.is_sparse else dense)(config)
     return [centred(table) for table in tables_by_kind(config, feed)]
 

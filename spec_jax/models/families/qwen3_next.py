@@ -232,7 +232,10 @@ def layer_tables(config: Qwen3NextConfig) -> list[dict[str, ParamSpec]]:
 
 def centred(table: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
     """Returns a table whose norms begin at zero, which stands for a factor of one."""
-    zeros = lambda name, spec: spec._replace(init="zeros") if name.endswith("norm") else spec
+
+    def zeros(name, spec):
+        return spec._replace(init="zeros") if name.endswith("norm") else spec
+
     return {name: zeros(name, spec) for name, spec in table.items()}
 
 
@@ -247,7 +250,10 @@ def tables_by_kind(
       is_by_key_head: see ``delta.delta_table``.
     """
     prefix = "model.layers.{i}."
-    norm = lambda hf: norm_spec(config.hidden_size, f"{prefix}{hf}")
+
+    def norm(hf):
+        return norm_spec(config.hidden_size, f"{prefix}{hf}")
+
     kinds = {FULL: attention_table(config) | feed}
     if LINEAR in config.layer_types:
         kinds[LINEAR] = {
@@ -288,7 +294,9 @@ def attention(
     """
     B, T, _ = x_BTD.shape
     H = config.head_dim
-    heads = lambda name: linear(x_BTD, layer, name).reshape(B, T, -1, H)
+
+    def heads(name):
+        return linear(x_BTD, layer, name).reshape(B, T, -1, H)
 
     def place(x, norm):
         return rotate(rms_norm(x, norm, config.rms_norm_eps), window.cos, window.sin)

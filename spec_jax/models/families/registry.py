@@ -195,7 +195,10 @@ def family_of_type(model_type: Any, *, for_modules: bool = False) -> Family:
     Raises:
       ConfigError: there is none.
     """
-    is_suitable = lambda family: family.mtp_formats if for_modules else family.outer_table
+
+    def is_suitable(family):
+        return family.mtp_formats if for_modules else family.outer_table
+
     families = [family for family in _FAMILIES.values() if is_suitable(family)]
     for family in families:
         if model_type in family.model_types:

@@ -179,7 +179,10 @@ def _examine(
         return RowAudit(row, "bug", (f"{ends} ends there, {goes_on} takes {token}",), at, tokens)
     N = len(pair[0]) if at is None else at + 1
     honest = passes.logits([*prompt, *pair[0][: N - 1]], len(prompt))
-    of_row = lambda logits: _penalised(logits, config, prompt, pair[0])
+
+    def of_row(logits):
+        return _penalised(logits, config, prompt, pair[0])
+
     exact = of_row(honest.exact)
     rounded = of_row(honest.rounded)
     below = exact.max(axis=1) - np.asarray([exact[range(N), [*ids[:N]]] for ids in pair])
@@ -233,7 +236,10 @@ def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail
     n = len(raw)
     exact = honest.exact[:n]
     rounded = honest.rounded[:n]
-    rms = lambda x, axis=None: np.sqrt(np.mean(x**2, axis=axis))
+
+    def rms(x, axis=None):
+        return np.sqrt(np.mean(x**2, axis=axis))
+
     # No less than the rounding of the logits themselves.
     noise = np.maximum(rms(rounded - exact, 1), honest.eps / 4 * rms(exact, 1))
     usual = rms(noise)

@@ -97,8 +97,12 @@ def read_whole(model: Model) -> Model:
     """Returns the model with caches of which attention reads every slot."""
 
     def init_cache(params, batch, slots):
-        is_kv = lambda x: isinstance(x, KVCache)
-        whole = lambda x: x.replace(is_read_whole=True) if is_kv(x) else x
+        def is_kv(x):
+            return isinstance(x, KVCache)
+
+        def whole(x):
+            return x.replace(is_read_whole=True) if is_kv(x) else x
+
         return jax.tree.map(whole, model.init_cache(params, batch, slots), is_leaf=is_kv)
 
     return model._replace(init_cache=init_cache)

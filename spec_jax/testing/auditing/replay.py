@@ -172,7 +172,10 @@ class Passes:
     @functools.cached_property
     def _wide(self):
         dtype = jnp.float64 if self._is_float64 else jnp.float32
-        cast = lambda x: x.astype(dtype) if _is_float(x) else x
+
+        def cast(x):
+            return x.astype(dtype) if _is_float(x) else x
+
         return jax.tree.map(cast, self.target.params)
 
     def logits(self, ids: Sequence[int], begin: int) -> Honest:
@@ -182,7 +185,10 @@ class Passes:
           ids: the text.
           begin: tokens of the first prefix, 1 or more.
         """
-        padded = lambda size: -(-size // _BUCKET) * _BUCKET
+
+        def padded(size):
+            return -(-size // _BUCKET) * _BUCKET
+
         tokens = np.zeros((1, padded(len(ids))), np.int32)
         tokens[0, : len(ids)] = ids
         N = len(ids) - begin + 1

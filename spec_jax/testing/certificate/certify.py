@@ -201,7 +201,10 @@ class _Run:
 
     def _enumerable(self) -> list[tuple[str, Callable[[], None]]]:
         """The checks of a rule whose coins can be enumerated."""
-        step = lambda what, function, *args: (what, functools.partial(function, *args))
+
+        def step(what, function, *args):
+            return (what, functools.partial(function, *args))
+
         main = self.main
         is_sampled = self.main.drafter.is_sampled
         ks = range(1, MAX_DRAFT + 1) if main.drafter.tree is None else [main.drafter.tree.num_nodes]

@@ -262,7 +262,10 @@ def make_contexts(rows, items, width, V):
     samplers = [make_sampler(side, len(rows), V) for side in zip(*(row[1:] for row in rows))]
     samplers = jax.tree.map(lambda x: np.asarray(x)[of], samplers)
     num_output = np.asarray([len(output) for _, output in items], np.int32)
-    start = lambda x: x.start(tokens, length + 1 - num_output, V).advance(outputs, num_output)
+
+    def start(x):
+        return x.start(tokens, length + 1 - num_output, V).advance(outputs, num_output)
+
     sampler, draft_sampler = jax.tree.map(np.asarray, [jax.jit(start)(x) for x in samplers])
     return tokens, length, sampler, draft_sampler
 

@@ -302,7 +302,10 @@ def _joint(row: Row, begin: int, num_tokens: int, logits_of) -> np.ndarray:
     """f64[V, ..., V], the distribution of plain decoding's tokens after 0 or 1 others."""
     first = reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
     size = num_tokens + begin - 1
-    after = lambda t: plain_distribution(None, row, t, size, lambda _, tokens: logits_of(tokens))
+
+    def after(t):
+        return plain_distribution(None, row, t, size, lambda _, tokens: logits_of(tokens))
+
     joint = np.zeros((len(first),) * (size + 1 - begin))
     for token in np.flatnonzero(first > _UNLIKELY).tolist():
         part = joint if begin else joint[token]

@@ -92,7 +92,10 @@ def certify_memory(
         for t in range(V)
         if first[t] > 0
     )
-    full = lambda value: jnp.full((rows,), value, jnp.int32)
+
+    def full(value):
+        return jnp.full((rows,), value, jnp.int32)
+
     sampler = make_sampler(warm, rows, V, range(rows))
     p_value = 1.0
     for call in range(_NUM_CALLS):

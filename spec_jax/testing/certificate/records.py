@@ -32,7 +32,10 @@ class Range(NamedTuple):
         others = probs.copy()
         others[np.arange(len(probs)), best] = 0.0
         gaps = others.sum(axis=1)  # more exact than 1 - p
-        above = lambda x, least: x[x >= least].min(initial=1.0)
+
+        def above(x, least):
+            return x[x >= least].min(initial=1.0)
+
         return cls(above(probs, 2.0**-126), above(gaps, 2.0**-24))
 
     @classmethod

@@ -35,7 +35,10 @@ _RARE = 1e-30
 
 def all_drafts(system: decoding.System) -> list[tuple[int, ...]]:
     """Returns all that may be drafted in a round, whatever its probability."""
-    uniform = lambda way: np.ones(system.target.last_id + 1)
+
+    def uniform(way):
+        return np.ones(system.target.last_id + 1)
+
     dist = uniform if system.drafter.is_sampled else None
     return [draft for draft, _ in possible_drafts(parents_of(system), dist)]
 
@@ -119,7 +122,10 @@ def first_drafts(forced: Forced, offered: int) -> Forced:
     weights = np.asarray([forced.weights[group].sum() for group in groups.values()])
     some = forced.at(index)
     is_offered = np.arange(proposal.tokens.shape[1]) < offered
-    blank = lambda x: None if x is None else np.where(is_offered[:, None], x, 0.0).astype(x.dtype)
+
+    def blank(x):
+        return None if x is None else np.where(is_offered[:, None], x, 0.0).astype(x.dtype)
+
     cut = some.proposal.replace(
         n_draft=np.minimum(some.proposal.n_draft, offered),
         tokens=np.where(is_offered, some.proposal.tokens, 0),

@@ -160,8 +160,11 @@ def _differences(ends, missed: float, row: Row, output, logits_of):
     ending = defaultdict(float)
     for emitted, (weight, _) in ends.items():
         ending[emitted[:-1]] += weight
+
     # Each token has a share of what the round leaves to its last token.
-    share = lambda x, emitted: x[0] / ending[emitted[:-1]] * through[emitted[:-1]][0]
+    def share(x, emitted):
+        return x[0] / ending[emitted[:-1]] * through[emitted[:-1]][0]
+
     ends = {emitted: x + (0.0, share(x, emitted)) for emitted, x in ends.items() if x[0] > 0}
     none = np.zeros(2)
     # Emitted so far; its probability; that of plain decoding; how many roundings that has; the

@@ -71,9 +71,14 @@ def check_states(loop: Loop, state: decoding.DecodeState, of: np.ndarray) -> tup
     kinds = ", ".join(decoding.Kind(int(k)).name.lower() for k in kinds)
     if alike[b]:
         node = off[b].argmax()
-        show = lambda p: f"draws draft {node + 1} from {short(p.probs[b, node])}"
+
+        def show(p):
+            return f"draws draft {node + 1} from {short(p.probs[b, node])}"
     else:
-        show = lambda p: f"drafts {p.tokens[b, : p.n_draft[b]].tolist()}"
+
+        def show(p):
+            return f"drafts {p.tokens[b, : p.n_draft[b]].tolist()}"
+
     raise CertificateError(
         f"drafter {system.drafter.name!r}: its state after commit is not that of a fresh "
         f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "

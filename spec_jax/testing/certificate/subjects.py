@@ -109,7 +109,10 @@ def certified_rows(*, is_greedy: bool = False, processors: tuple[Processor, ...]
         (SamplerConfig(temperature=0.0, repetition_penalty=1.5), greedy),
         (_NEAR_TIES, SamplerConfig(temperature=1.0)),
     ]
-    use = lambda config: dataclasses.replace(config, processors=processors)
+
+    def use(config):
+        return dataclasses.replace(config, processors=processors)
+
     rows = [Row(_PROMPTS[i % 3], *map(use, pair)) for i, pair in enumerate(pairs)]
     return [row for row in rows if row.target.temperature == 0 or not is_greedy]
 

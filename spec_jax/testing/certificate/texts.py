@@ -109,7 +109,10 @@ def _distributions(output: np.ndarray, row: Row, logits_of) -> np.ndarray:
             axis=0,
             return_inverse=True,
         )
-        dist = lambda text: reference_distribution(logits_of(text), row.target, (), ())
+
+        def dist(text):
+            return reference_distribution(logits_of(text), row.target, (), ())
+
         probs = np.asarray([dist(text) for text in contexts.tolist()])[index]
         return probs.reshape(len(output), output.shape[1] - 1, -1)
 

@@ -83,9 +83,12 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     size, K = forced.proposal.tokens.shape
     V = forced.logits.shape[2]
     accept = functools.partial(_accept, rule)
-    run = lambda index, noise: in_chunks(
-        lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
-    )
+
+    def run(index, noise):
+        return in_chunks(
+            lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
+        )
+
     noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
     verdict, of_draft, _ = run(np.arange(size), noise)
     stated = np.asarray(verdict.accept_probs, np.float64)
@@ -126,7 +129,10 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
                 f"rule {rule.name!r} does not draw from its replacement distribution"
             )
     weights, rounding = (forced.weights[index] * x * dist for x in (weights, rounding))
-    emitted = lambda i: (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
+
+    def emitted(i):
+        return (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
+
     ends = [RoundOutcome(int(index[i]), emitted(i), weights[i], rounding[i]) for i in possible]
     return RoundOutcomes(ends, may_miss, p_value)
 
