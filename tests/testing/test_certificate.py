@@ -221,3 +221,8 @@ def test_chi_square_pools_rare_outcomes_and_refuses_impossible_ones():
     assert testing.chi_square(fair, dist) > 1e-3
     assert testing.chi_square(np.array([6500, 3490, 6, 4, 0]), dist) < 1e-6
     assert testing.chi_square(np.array([6000, 3994, 4, 1, 1]), dist) == 0.0
+
+
+def test_too_few_trials_to_tell_are_refused():
+    with pytest.raises(CertificateError, match="trials is 20; a test of 4 tokens jointly needs"):
+        certify_decoder(rule("residual"), trials=20, batch=20)

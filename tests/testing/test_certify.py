@@ -24,7 +24,12 @@ from spec_jax.rules import batched, chain
 from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate import certify as certification
 from spec_jax.testing.certificate.forcing import DRAFT_SEED
-from spec_jax.testing.certificate.reported import first_drafts, force_all, with_confidence
+from spec_jax.testing.certificate.reported import (
+    first_drafts,
+    force_all,
+    mixed_lengths,
+    with_confidence,
+)
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 
@@ -59,7 +64,7 @@ def check_small_round(rule, forced=None):
 def test_one_round_of_the_default_drafter_is_proved_for_every_number_of_drafts():
     """The heart of a certificate, without the loop: one small round, whole and cut."""
     rule, (_, _, forced) = spec_jax.named.to_rule("residual"), small_rounds()
-    for some in (forced, first_drafts(forced, 1), first_drafts(forced, 0)):
+    for some in (forced, first_drafts(forced, 1), *mixed_lengths(forced)):
         np.testing.assert_allclose(some.weights.sum(), 9, rtol=1e-5)  # of 9 texts
         found = check_small_round(rule, some)
         assert found.error <= 1e-6 and found.num_outcomes >= 20 and found.p_value is None
@@ -112,6 +117,19 @@ def test_a_rule_that_is_wrong_in_a_batch_of_one_is_refused():
     rule = lossless(chain.residual)._replace(accept=accept)
     with pytest.raises(CertificateError, match=r"for a row in a batch of one.*with the same noise"):
         check_small_round(rule)
+
+
+def test_a_rule_whose_rows_are_offered_what_the_longest_is_is_refused():
+    def accept(target, proposal, noise):
+        longest = jnp.broadcast_to(proposal.n_draft.max(), proposal.n_draft.shape)
+        offered = proposal.replace(n_draft=longest)
+        return batched(chain.residual)(target, offered, noise)
+
+    rule = lossless(chain.residual)._replace(accept=accept)
+    check_small_round(rule)  # all rows have as many
+    with pytest.raises(CertificateError, match="for a row in a batch of one"):
+        for some in mixed_lengths(small_rounds()[2]):
+            check_small_round(rule, some)
 
 
 @pytest.mark.exhaustive

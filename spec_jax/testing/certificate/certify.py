@@ -31,8 +31,8 @@ from spec_jax.testing.certificate.records import (
 from spec_jax.testing.certificate.reported import (
     check_draws,
     check_report,
-    first_drafts,
     force_all,
+    mixed_lengths,
     reported,
     with_confidence,
 )
@@ -285,8 +285,7 @@ class _Run:
             forced = forced if proposal.confidence is not None else with_confidence(forced)
         if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
             self._misreport(check, forced)
-        cuts = [first_drafts(forced, n) for n in range(K)] if is_cut else []
-        comparisons = [check(some) for some in (*cuts, forced)]
+        comparisons = [check(some) for some in (mixed_lengths(forced) if is_cut else [forced])]
         self.p += [x.p for x in comparisons]
         q = reported(forced, parents_of(system))
         self.q += [] if q is None else [q]

@@ -375,7 +375,7 @@ def certify_decoder(
       The p-value.
 
     Raises:
-      CertificateError: the p-value is below ``alpha``.
+      CertificateError: the p-value is below ``alpha``, or there are too few trials to tell.
     """
     V = vocab_size
     params = params or {"target": toy_params(V, seed), "draft": toy_params(V, seed + 1)}
@@ -383,9 +383,16 @@ def certify_decoder(
     system = system_of(target or toy_model(V), drafter, rule, num_draft)
     slots = len(row.prompt) + num_tokens + system.lookahead_slots + 3
     loop = Loop(system, params, [row], num_tokens, slots, run)
+    of_target = functools.partial(logits_of, params["target"])
+    likeliest = _joint(row, 1, num_tokens, of_target).max()
+    if trials * likeliest < 5:
+        raise CertificateError(
+            f"trials is {trials}; a test of {num_tokens} tokens jointly needs {5 / likeliest:.0f} "
+            "or more"
+        )
     of = np.zeros(batch, np.int64)
     counts = np.zeros((1, *[V] * num_tokens), np.int64)
     for begin in range(0, trials, batch):
         output = loop.decode(of, seed * trials + begin + np.arange(batch))
         np.add.at(counts[0], tuple(output[:, 1:].T), 1)
-    return loop.test(counts, 1, functools.partial(logits_of, params["target"]), alpha)
+    return loop.test(counts, 1, of_target, alpha)

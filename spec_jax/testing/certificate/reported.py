@@ -112,19 +112,26 @@ def check_report(
         )
 
 
-def first_drafts(forced: Forced, offered: int) -> Forced:
-    """Returns the rounds with at most ``offered`` drafts; the others are blank."""
+def first_drafts(forced: Forced, offered: int | np.ndarray) -> Forced:
+    """Returns the rounds with at most some drafts; the others are blank.
+
+    Args:
+      forced: N rounds.
+      offered: how many, of each round i64[N], as many after the same text.
+    """
     proposal = forced.proposal
+    offered = np.broadcast_to(offered, len(forced.items))
     groups = {}
     for i, item in enumerate(forced.items):
-        groups.setdefault((item, tuple(proposal.tokens[i, :offered].tolist())), []).append(i)
+        groups.setdefault((item, tuple(proposal.tokens[i, : offered[i]].tolist())), []).append(i)
     index = np.asarray([group[0] for group in groups.values()])
     weights = np.asarray([forced.weights[group].sum() for group in groups.values()])
     some = forced.at(index)
-    is_offered = np.arange(proposal.tokens.shape[1]) < offered
+    offered = offered[index]
+    is_offered = np.arange(proposal.tokens.shape[1]) < offered[:, None]
 
     def blank(x):
-        return None if x is None else np.where(is_offered[:, None], x, 0.0).astype(x.dtype)
+        return None if x is None else np.where(is_offered[:, :, None], x, 0.0).astype(x.dtype)
 
     cut = some.proposal.replace(
         n_draft=np.minimum(some.proposal.n_draft, offered),
@@ -133,6 +140,14 @@ def first_drafts(forced: Forced, offered: int) -> Forced:
         logits=blank(some.proposal.logits),
     )
     return some._replace(weights=weights, proposal=cut)
+
+
+def mixed_lengths(forced: Forced) -> list[Forced]:
+    """Returns the rounds with 0 to K drafts offered, of all lengths side by side in each batch."""
+    K = forced.proposal.tokens.shape[1]
+    numbers = {item: i for i, item in enumerate(dict.fromkeys(forced.items))}
+    number = np.asarray([numbers[item] for item in forced.items])
+    return [first_drafts(forced, (number + shift) % (K + 1)) for shift in range(K + 1)]
 
 
 def with_confidence(forced: Forced) -> Forced:

@@ -94,22 +94,21 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     stated = np.asarray(verdict.accept_probs, np.float64)
     coins = np.minimum(stated, 1.0)
     may_miss = ((coins == 1) & ~_is_clearly_more(forced.proposal, of_draft)).any(axis=1)
-    index, near, far, weights, rounding, is_apart = (
-        np.repeat(x, V, axis=0) for x in _all_falls(coins)
-    )
+    falls = jax.tree.map(lambda x: np.repeat(x, V, axis=0), _all_falls(coins))
+    index = falls.index
     token = np.tile(np.arange(V), len(index) // V)
     gumbel = 1e4 * np.eye(V, dtype=np.float32)[token][:, None]
-    verdict, _, alone = run(index, Noise(near, gumbel))
+    verdict, _, alone = run(index, Noise(falls.near, gumbel))
     _check_alone(rule, forced, index, verdict, alone)
     # The coin must flip at the stated probability and nowhere else, and ordinary noise must
     # draw from the stated replacement.
     random = np.random.default_rng(1)
     gumbel = random.gumbel(size=gumbel.shape).astype(np.float32)
-    again, _, _ = run(index, Noise(far, gumbel))
+    again, _, _ = run(index, Noise(falls.far, gumbel))
     is_same = (again.n_accept == verdict.n_accept) & (
         np.abs(again.accept_probs - stated[index]).max(axis=1) < 1e-6
     )
-    if not is_same[is_apart].all():
+    if not is_same[falls.is_apart].all():
         raise StatementError(f"rule {rule.name!r} does not flip its coins at accept_probs")
     places = np.arange(len(index))
     drawn = again.tokens[places, again.n_accept]
@@ -122,13 +121,14 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     if not is_gumbel_max:  # it may read the noise in another way
         some = np.resize(places, max(_DRAWS, len(places)))
         gumbel = random.gumbel(size=(len(some), 1, V)).astype(np.float32)
-        draws, _, _ = run(index[some], Noise(far[some], gumbel))
+        draws, _, _ = run(index[some], Noise(falls.far[some], gumbel))
         p_value = _test_last([forced.items[i] for i in index[some]], draws)
         if not p_value >= alpha:
             raise StatementError(
                 f"rule {rule.name!r} does not draw from its replacement distribution"
             )
-    weights, rounding = (forced.weights[index] * x * dist for x in (weights, rounding))
+    weights = forced.weights[index] * falls.weight * dist
+    rounding = forced.weights[index] * falls.rounding * dist
 
     def emitted(i):
         return (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
@@ -137,36 +137,49 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     return RoundOutcomes(ends, may_miss, p_value)
 
 
-def _all_falls(coins: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns every way in which the coins of rounds may fall, M of them.
+class _Falls(NamedTuple):
+    """Ways in which the coins of rounds may fall, M of them.
 
-    Args:
-      coins: f64[N,K], the probability of heads.
-
-    Returns:
-      i64[M], the round; f32[M,K], uniform numbers just on this side of the coins' probabilities, no
-      nearer than these are known; f32[M,K], numbers as far from them as can be; f64[M], the
-      probability; f64[M], its rounding, see ``RoundOutcome``; and bool[M], whether no coin that
-      falls on tails is so near 1 that both numbers may fall on heads.
+    Attributes:
+      index: i64[M], the round.
+      near: f32[M,K], uniform numbers just on this side of the coins' probabilities, no nearer than
+        these are known.
+      far: f32[M,K], numbers as far from these probabilities as can be.
+      weight: f64[M], the probability.
+      rounding: f64[M], see ``RoundOutcome``.
+      is_apart: bool[M], no coin that falls on tails is so near 1 that both numbers may be heads.
     """
+
+    index: np.ndarray
+    near: np.ndarray
+    far: np.ndarray
+    weight: np.ndarray
+    rounding: np.ndarray
+    is_apart: np.ndarray
+
+
+def _all_falls(coins: np.ndarray) -> _Falls:
+    """Returns every way in which coins f64[N,K], given by the probability of heads, may fall."""
     margin = _MARGIN * (1 - np.log(np.clip(coins, 2**-126, 1)))
     last = 1 - 2**-24  # the largest uniform number
     outside = coins * (1 + margin)
-    falls = []
+    found = []
     for heads in itertools.product((True, False), repeat=coins.shape[1]):
         chances = np.where(heads, coins, 1.0 - coins)
-        weights = chances.prod(axis=1)
-        others = weights[:, None] / np.where(chances, chances, 1.0)
-        of_all = (
+        weight = chances.prod(axis=1)
+        others = weight[:, None] / np.where(chances, chances, 1.0)
+        near = np.clip(np.where(heads, coins * (1 - margin), outside), 0.0, last)
+        far = np.broadcast_to(np.where(heads, 0.0, last), coins.shape)
+        of_all = _Falls(
             np.arange(len(coins)),
-            np.clip(np.where(heads, coins * (1 - margin), outside), 0.0, last).astype(np.float32),
-            np.broadcast_to(np.where(heads, 0.0, last), coins.shape).astype(np.float32),
-            weights,
+            near.astype(np.float32),
+            far.astype(np.float32),
+            weight,
             np.where(heads, 0.0, others).sum(axis=1),
             (heads | (outside < last)).all(axis=1),
         )
-        falls.append([x[weights != 0] for x in of_all])
-    return tuple(map(np.concatenate, zip(*falls)))
+        found.append([x[weight != 0] for x in of_all])
+    return _Falls(*map(np.concatenate, zip(*found)))
 
 
 def _check_alone(rule: Rule, forced: Forced, index, verdict: Verdict, alone: Verdict) -> None:
