@@ -417,9 +417,12 @@ class HeadExperiment(Experiment):
         found: list[dict[str, Any]] = []
         count = min(options.windows, self._eval_windows)
         size = min(self.config.batch, count)
-        for begin in range(0, count - size + 1, size):
-            rows = [self.held_out.window(i, self.config.length) for i in range(begin, begin + size)]
-            batch = self._batch({n: np.stack([row[n] for row in rows]) for n in rows[0]}, 0)
+        for begin in range(0, count, size):
+            number = np.arange(begin, begin + size)
+            rows = [self.held_out.window(min(i, count - 1), self.config.length) for i in number]
+            windows = {n: np.stack([row[n] for row in rows]) for n in rows[0]}
+            windows["mask"] &= (number < count)[:, None]  # of the last batch some may be padding
+            batch = self._batch(windows, 0)
             loss, figures = self._objective(params, batch, self.frozen)
             found.append(jax.device_get({"loss": loss, **figures}))
         figures = report(merge(*found))

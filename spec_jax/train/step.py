@@ -97,8 +97,7 @@ def train_step(
 
 
 def _parts(batch: Any, count: int) -> Any:
-    """Cuts the rows of a batch into [count,rows,...], every count-th row into one part: the rows of
-    a part then lie on the devices on which they lay."""
+    """Cuts a batch into ``count`` parts of every count-th row, so that rows stay on their devices."""
     sizes = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(batch)}
     if None in sizes:
         raise ConfigError(
