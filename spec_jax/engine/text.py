@@ -196,9 +196,13 @@ class TextTracker:
 
 
 def _with_specials(text: str, specials: Sequence[_Special]) -> str:
-    """Returns a text with its special tokens."""
+    """Returns a text with its special tokens.
+
+    The text before a special token is as noted, since later bytes may change how it is decoded, and
+    what is found must not depend on how often a row is polled.
+    """
     ends = [0, *(len(special.before) for special in specials)]
-    pieces = [text[a:b] + x.content for a, b, x in zip(ends, ends[1:], specials)]
+    pieces = [special.before[end:] + special.content for end, special in zip(ends, specials)]
     return "".join([*pieces, text[ends[-1] :]])
 
 

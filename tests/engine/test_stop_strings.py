@@ -71,3 +71,11 @@ def test_a_special_token_ends_a_row_whose_last_character_is_unfinished_or_a_byte
             )
             text = "a" if token == 0xC3 else "a\n"
             assert found == (3, text, Finish.STOP_STRING, text)
+
+
+def test_bytes_after_a_special_token_do_not_change_what_ended_with_it():
+    tokenizer = byte_fallback()
+    ids = [tokenizer.token_id(x) for x in ("a", "<0xC3>", "<0xA9>", "</s>", "<0xA9>", "a")]
+    for steps in (1, 3, 6):  # the later byte makes the first two invalid in the whole text
+        found = follow(tokenizer, ids[:1], ids, ["é</s>"], iter(lambda: steps, None))
+        assert found == (4, "a", Finish.STOP_STRING, "a")
