@@ -32,7 +32,7 @@ from experiments.run.journal import Responses
 from spec_jax import processes
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
-from spec_jax.data.questions import read, read_record
+from spec_jax.data.questions import of_record, read, read_record
 from spec_jax.data.records import Conversation, Text, is_json, read_records
 from spec_jax.data.splits import HeldOut, is_document
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -42,7 +42,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.evaluation.prompts import PromptEncoder
+from spec_jax.evaluation.prompts import PromptEncoder, check_effect
 from spec_jax.loading import DTYPES, load_model
 from spec_jax.progress import Progress
 
@@ -132,16 +132,22 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pa
       The number of prompts; an index and the ids of each; and sentences on what is left out. An
       index belongs to the same prompt for any number of prompts. When a conversation is reached
       that the chat template refuses, a sentence is added.
+
+    Raises:
+      ConfigError: There is no prompt, or a variable of the chat template has no effect.
     """
     path = pathlib.Path(config.prompts)
     encoder = PromptEncoder(decoder.target)
+    variables = cli.json_object(config, "chat_template_kwargs")
     notes = []
     if not config.prompts:
+        check_effect(variables, [])
         count = config.num_prompts
         return count, itertools.islice(_pieces(config, decoder), count), notes
     malformed: list[str] = []
     if path.is_dir() or is_json(path):
         held_out = HeldOut.of(read_records(path, [], read_record), config.held_out_share)
+        check_effect(variables, map(of_record, _records(path, held_out, [])))
         every = [*map(encoder.count, _records(path, held_out, malformed))]
         num_held_out = sum(_is_held_out(r, held_out) for r in read_records(path, [], read_record))
         if num_held_out:
@@ -150,6 +156,7 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pa
         total = sum(every)
     else:
         rows = read(config.prompts, malformed)
+        check_effect(variables, rows)
         total = len(rows)
         pairs = enumerate(map(encoder, rows))
     notes += [f"left out: {said}" for said in malformed]

@@ -21,7 +21,13 @@ from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
 from spec_jax.evaluation.bench import Bench, in_dtype, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.evaluation.prompts import PromptEncoder, encodable, fitting, room_for_prompt
+from spec_jax.evaluation.prompts import (
+    PromptEncoder,
+    check_effect,
+    encodable,
+    fitting,
+    room_for_prompt,
+)
 from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.loading import DTYPES, LoadedModel, has_own_modules, load_draft, load_model
 
@@ -349,13 +355,17 @@ def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
             f"{target.name} has no tokenizer, and all questions are text; expected tokenizer.json "
             "in its directory"
         )
+    encoder = PromptEncoder(target)
+    variables = cli.json_object(config, "chat_template_kwargs")
     if config.data in _PIECES:
+        check_effect(variables, [])
         pieces = held_out_pieces(target, config.num_prompts, config.prompt_tokens, config.seed)
         chosen = [Question(f"piece {i}", "pieces", ids=tuple(p)) for i, p in enumerate(pieces, 1)]
         notes = ["categories are chosen from questions, and these are pieces of text"]
         return Questions(chosen, "pieces of held-out modules", notes if config.categories else [])
     data = "" if config.data == _FUNCTIONS else config.data
     asked = questions.load(data, config.num_prompts, config.categories, config.seed)
+    check_effect(variables, asked.chosen)
     notes = [*asked.notes]
-    chosen = encodable(asked.chosen, PromptEncoder(target), notes)
+    chosen = encodable(asked.chosen, encoder, notes)
     return asked._replace(chosen=chosen, notes=notes)

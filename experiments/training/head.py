@@ -296,7 +296,8 @@ class HeadExperiment(Experiment):
             raise ConfigError(
                 f"{self.target.name} has no tokenizer; expected tokenizer.json beside it"
             )
-        text, self.held_out = texts.load(config.data, tokenizer, workdir / "data")
+        folder = workdir / "data"
+        text, self.held_out = texts.load(config.data, tokenizer, folder, config.eval.prompts)
         self.texts = [text]
         if config.data.responses:
             path = pathlib.Path(config.data.responses)

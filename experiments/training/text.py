@@ -15,11 +15,11 @@ from experiments.run import cli, inputs
 from spec_jax import processes
 from spec_jax.data import packed, python_source, questions
 from spec_jax.data.batches import Corpus
-from spec_jax.data.conversations import Encoder, read_documents
+from spec_jax.data.conversations import Encoder, check_variables, read_documents
 from spec_jax.data.records import Text, read_records
 from spec_jax.data.splits import SPLITS, HeldOut
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.prompts import cut, fit, room_for_prompt
+from spec_jax.evaluation.prompts import check_effect, cut, fit, room_for_prompt
 from spec_jax.loading import LoadedModel
 from spec_jax.models import files
 from spec_jax.models.files import parse_json
@@ -68,7 +68,9 @@ def texts_of(data: ConfigDict) -> Iterator[str]:
             yield "\n".join(message["content"] or "" for message in part.messages)
 
 
-def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[Corpus, Corpus]:
+def load(
+    data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, prompts: str = ""
+) -> tuple[Corpus, Corpus]:
     """Returns the text to train on and the held-out text.
 
     Args:
@@ -77,13 +79,19 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
       tokenizer: The tokenizer, with its chat template.
       folder: The folder for packed documents. Those that it has are packed again if a file, the
         tokenizer, its chat template or a key of ``data`` has changed.
+      prompts: The file of prompts that a draft will be measured on; "" if there is none.
 
     Raises:
-      ConfigError: A file that cannot be read, another vocabulary, or a split without text.
+      ConfigError: A file that cannot be read, another vocabulary, a split without text, or
+        variables of the chat template without effect on texts and prompts.
     """
+    variables = cli.json_object(data, "chat_template_kwargs")
+    tokenizer = tokenizer.with_chat_template_kwargs(variables)
+    check_variables(tokenizer)
+    asked = questions.read(prompts, []) if variables and prompts else []
     if data.text == STDLIB:
+        check_effect(variables, asked)
         return tuple(_of_library(split, data, tokenizer) for split in SPLITS)
-    tokenizer = tokenizer.with_chat_template_kwargs(cli.json_object(data, "chat_template_kwargs"))
     contents = [*map(inputs.of_path, _paths(data))] if processes.is_writer() else None
     about = {
         "paths": _paths(data),
@@ -95,6 +103,8 @@ def load(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[
     if not processes.from_writer(None not in found):
         files.write_once(lambda: _pack(data, tokenizer, folder, about))
         found = [packed.load_packed(folder, split, tokenizer) for split in SPLITS]
+    if not any(split.info["counts"].get("conversations") for split in found):
+        check_effect(variables, asked)
     return tuple(_of_packed(f"{data.text} ({split})", x) for split, x in zip(SPLITS, found))
 
 

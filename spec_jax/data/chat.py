@@ -174,7 +174,7 @@ class ChatTemplate:
                 raise ConfigError(
                     f"{name} of the chat template are {value!r:.60}; expected objects"
                 )
-            if name in _OF_CONVERSATIONS or name not in (*read, "documents"):
+            if name in _OF_CONVERSATIONS or name not in read:
                 known = sorted(read - {*_OF_CONVERSATIONS, *_FUNCTIONS})
                 raise ConfigError(
                     f"the chat template does not read the variable {name!r}"

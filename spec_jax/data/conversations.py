@@ -221,6 +221,16 @@ class Encoder:
         return Document(np.asarray(ids, np.int32), np.asarray(mask, bool), source)
 
 
+def check_variables(tokenizer: Tokenizer) -> None:
+    """Checks the variables that are set for a tokenizer's chat template.
+
+    Raises:
+      ConfigError: The template does not read one of them, or there is no template.
+    """
+    if tokenizer.chat_template_kwargs:
+        _ = Encoder(tokenizer).template
+
+
 def _check_unicode(text: str, source: str) -> None:
     try:
         text.encode()
@@ -368,4 +378,5 @@ def _check_template(encoder: Encoder, source: str) -> None:
     try:
         _ = encoder.template
     except ConfigError as error:
-        raise ConfigError(f"{source} is a conversation, but {error}, or rows of text") from error
+        instead = "" if encoder.tokenizer.chat_templates else ", or rows of text"
+        raise ConfigError(f"{source} is a conversation, but {error}{instead}") from error

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from spec_jax import processes
-from spec_jax.data.conversations import Encoder, num_prompts, opening
+from spec_jax.data.conversations import Encoder, check_variables, num_prompts, opening
 from spec_jax.data.questions import Question, of_record
 from spec_jax.data.records import Conversation, Text
 from spec_jax.engine.request import encode, encode_messages
@@ -20,12 +21,20 @@ class PromptEncoder:
     """Encodes questions as ids, conversations with the target's chat template.
 
     A target without a template continues a conversation as a text.
+
+    Args:
+      target: The model, perhaps with variables for its template.
+
+    Raises:
+      ConfigError: The template does not read one of the variables, or there is no template.
     """
 
     def __init__(self, target: LoadedModel):
         self._target = target
         tokenizer = target.tokenizer
         self._has_template = tokenizer is not None and "default" in tokenizer.chat_templates
+        if tokenizer is not None:
+            check_variables(tokenizer)
 
     def is_templated(self, question: Question, answers: Sequence[str] = ()) -> bool:
         """Returns whether the chat template is used for the turn that follows ``answers``.
@@ -71,6 +80,23 @@ class PromptEncoder:
     @functools.cached_property
     def _conversations(self) -> Encoder:
         return Encoder(self._target.tokenizer)
+
+
+def check_effect(variables: Mapping[str, Any], questions: Iterable[Question]) -> None:
+    """Checks that variables of a chat template, if there are any, reach a conversation.
+
+    Args:
+      variables: The ``chat_template_kwargs`` of an experiment.
+      questions: What is encoded.
+
+    Raises:
+      ConfigError: None of the questions is a conversation.
+    """
+    if variables and not any(question.turns for question in questions):
+        raise ConfigError(
+            f"chat_template_kwargs is {variables!r:.80}, and there is no conversation to render; "
+            "expected conversations, or an empty chat_template_kwargs"
+        )
 
 
 def room_for_prompt(target: LoadedModel, max_new_tokens: int, longest: int | None = None) -> int:

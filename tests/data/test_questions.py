@@ -1,11 +1,12 @@
 """Questions by name and from files: turns, categories, what is left out, and their batches."""
 
+import functools
 import json
 import sys
 import types
 
 import pytest
-from support.chat_templates import byte_level
+from support.chat_templates import THINKING, byte_level
 
 from configs import regenerate_zoo
 from experiments.comparison.answers import pack
@@ -122,6 +123,34 @@ def test_conversations_that_the_chat_template_refuses_are_left_out(tmp_path):
     assert notes[0].startswith("left out: question talks.jsonl:2: ")
     with pytest.raises(ConfigError, match="talks.jsonl:2: .*no system"):
         encodable(questions.load(path, 3).chosen[1:2], PromptEncoder(target), notes)
+
+
+VARIABLES = [  # of a template, the prompts, and what is wrong with them
+    (THINKING, {"enable_thinkng": False}, "talks.jsonl", "did you mean enable_thinking"),
+    (None, {"enable_thinking": False}, "talks.jsonl", "has no chat template"),
+    *((THINKING, {"tools": []}, name, "no conversation to render") for name in ("t.jsonl", "")),
+    (THINKING, {"tools": []}, "t.txt", "no conversation to render"),
+    (THINKING, {"enable_thinking": False}, "talks.jsonl", None),
+]
+
+
+@pytest.mark.parametrize(("template", "variables", "name", "words"), VARIABLES, ids=lambda x: "")
+def test_variables_of_a_template_stop_a_run_that_they_do_not_fit(
+    tmp_path, template, variables, name, words
+):
+    write(tmp_path / "talks.jsonl", [{"messages": [user("a")]}, {"prompt": "b"}])
+    for other in ("t.jsonl", "t.txt"):
+        write(tmp_path / other, [{"prompt": "b"}])
+    target = target_of(byte_level(template).with_chat_template_kwargs(variables))
+    config = regenerate_zoo.get_config()
+    config.update(prompts=str(tmp_path / name) if name else "", num_prompts=2)
+    config.update(chat_template_kwargs=json.dumps(variables))
+    run = functools.partial(prompts_of, config, types.SimpleNamespace(target=target))
+    if words is None:
+        assert run()[0] == 2
+        return
+    with pytest.raises(ConfigError, match=words):
+        run()
 
 
 def test_categories_are_chosen_and_one_without_questions_is_named(tmp_path):

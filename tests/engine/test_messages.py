@@ -102,6 +102,7 @@ UNREAD = [
         "does not read the variable 'messages'.*; it reads enable_thinking, tools",
     ),
     ({"tools": ["add"]}, r"tools of the chat template are \['add'\]; expected objects"),
+    ({"documents": [{"text": "x"}]}, "does not read the variable 'documents'"),
     ({"enable_thinking": {3}}, "a variable holds what JSON cannot"),
     (["enable_thinking"], r"chat_template_kwargs is \['enable_thinking'\]; expected an object"),
 ]

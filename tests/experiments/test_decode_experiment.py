@@ -230,3 +230,7 @@ def test_variables_of_a_chat_template_are_the_configs(pair, tmp_path):
     setup = Setup.of(config)
     ids = PromptEncoder(setup.target)(setup.questions.chosen[0])
     assert setup.target.tokenizer.decode(ids) == "user: x = 1\na:!"
+    for data in ("pieces", "functions"):
+        config.data = data
+        with pytest.raises(ConfigError, match="'mark': '!'}, and there is no conversation"):
+            Setup.of(config)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from support.chat_templates import CHATML, byte_level
+from support.chat_templates import CHATML, byte_level, talk
+from support.files import write_lines
 from support.tiny_models import LLAMA
 from tokenizers import normalizers
 
@@ -36,6 +37,7 @@ def packed(folder, *, text, template, bos, normalizer, **changes):
     source.mkdir(exist_ok=True)
     (source / "a.txt").write_text(TEXT)
     (source / "b.txt").write_text(text)
+    write_lines(source / "c.jsonl", [{"messages": talk(f"{i}?", "yes")} for i in range(9)])
     tokenizer = byte_level(template, bos_token=bos)
     tokenizer.backend.normalizer = normalizer
     data = train_head_default.get_config().data
@@ -105,7 +107,7 @@ STORES = [  # each input: as it was, and as it is then
         packed,
         {
             "text": ("x" * 900, "x" * 899 + "y"),
-            "template": (CHATML, CHATML + " "),
+            "template": (CHATML + "{{ mark }}", CHATML + " {{ mark }}"),
             "bos": ("<s>", "</s>"),
             "normalizer": (None, normalizers.Lowercase()),
             "chat_template_kwargs": ("", '{"mark": 1}'),

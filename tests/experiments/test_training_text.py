@@ -10,15 +10,16 @@ from support.files import write_lines
 from configs import train_head_default
 from experiments.training import text as texts
 from spec_jax.data.batches import Corpus
+from spec_jax.data.conversations import Encoder, read_documents
 from spec_jax.errors import ConfigError
 
 LENGTH = 258
 
 
-def load(path, folder, template=CHATML, **changes):
+def load(path, folder, template=CHATML, prompts="", **changes):
     data = train_head_default.get_config().data
     data.update(text=str(path), **changes)
-    return texts.load(data, byte_level(template), folder)
+    return texts.load(data, byte_level(template), folder, prompts)
 
 
 def passage(seed, size):
@@ -49,6 +50,24 @@ def test_texts_are_packed_anew_for_other_variables_of_the_template(tmp_path):
             packed(chat_template_kwargs=text)
     with pytest.raises(ConfigError, match="does not read the variable 'think'"):
         packed(chat_template_kwargs='{"think": false}')
+
+
+def test_variables_of_the_template_are_for_conversations_among_texts_or_prompts(tmp_path):
+    (tmp_path / "book.txt").write_text(passage(0, 400))
+    text, asked = tmp_path / "book.txt", tmp_path / "asked.jsonl"
+    write_lines(asked, [{"messages": talk("two?")}])
+    quick = dict(template=THINKING, chat_template_kwargs='{"enable_thinking": false}')
+    for path in ("stdlib", text):
+        with pytest.raises(ConfigError, match="False}, and there is no conversation to render"):
+            load(path, tmp_path / "data", **quick)
+        for given, words in (("not json", "is not JSON"), ('{"x": 1}', "read the variable 'x'")):
+            with pytest.raises(ConfigError, match=words):
+                load(path, tmp_path / "data", **{**quick, "chat_template_kwargs": given})
+    load(text, tmp_path / "data", prompts=str(asked), **quick)
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    tokenizer = byte_level(THINKING).with_chat_template_kwargs({"think": False})
+    with pytest.raises(ConfigError, match="conversation, but .*'think'.*; it reads .*tools$"):
+        next(read_documents([path], Encoder(tokenizer)))
 
 
 def test_a_single_file_is_split_without_overlap(tmp_path):
