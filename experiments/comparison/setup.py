@@ -137,11 +137,12 @@ def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list
       ConfigError: There are fewer places, or no token that separates documents.
     """
     try:
-        text, _ = tokens.pack(target.tokenizer, python_source.documents("held_out"))
+        text, starts = tokens.pack(target.tokenizer, python_source.documents("held_out"))
     except ConfigError as error:
         raise ConfigError(f"{error}, or ask your own questions: --config.data=FILE") from error
     begin = [x for x in target.tokenizer.encode("")[:1] if x == target.config.bos_token_id]
-    text = text[~np.isin(text, begin)]
+    if begin:  # each document has it at its start
+        text = np.delete(text, starts[:-1])
     length = max(length - len(begin), 1)
     room = len(text) - length
     if room < n:

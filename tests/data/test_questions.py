@@ -14,7 +14,7 @@ from experiments.comparison.run import categories
 from experiments.comparison.setup import held_out_pieces
 from experiments.regenerate import prompts_of
 from experiments.run.journal import Journal
-from spec_jax.data import questions, sources
+from spec_jax.data import python_source, questions, sources
 from spec_jax.data.questions import CONVERSATION, Question
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.prompts import PromptEncoder, encodable
@@ -283,11 +283,19 @@ def test_a_journal_loses_only_the_line_that_a_kill_cut_off(tmp_path):
         Journal(path).read(found.append, "an object")
 
 
-def test_pieces_for_another_target_begin_as_its_tokenizer_begins_a_text():
+def test_pieces_for_another_target_begin_as_its_tokenizer_begins_a_text(monkeypatch):
     foreign = byte_level(special=("<s>", "</s>"), eos_token="</s>")
     target = types.SimpleNamespace(tokenizer=foreign, config=types.SimpleNamespace(bos_token_id=0))
     pieces = held_out_pieces(target, 3, 9, seed=0)
     assert [(len(piece), piece[0], piece.count(0)) for piece in pieces] == [(9, 0, 1)] * 3
+    target.tokenizer = byte_level(special=("<s>",), eos_token="<s>")
+    target.config.bos_token_id = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(python_source, "documents", lambda split: [("a", "xy"), ("b", "z<s>!")])
+        (piece,) = held_out_pieces(target, 1, 8, seed=0)
+    decode = target.tokenizer.backend.decode
+    assert decode(piece, skip_special_tokens=False) == "<s><s>xy<s>z<s>!"
+    target.tokenizer = foreign
     target.config.bos_token_id = 1  # not what the tokenizer puts first
     assert 0 not in held_out_pieces(target, 1, 9, seed=0)[0]
     target.tokenizer = Tokenizer(foreign.backend)
