@@ -312,13 +312,15 @@ GENERATION = [  # the object of generation_config.json
     ({**SAMPLED, "temperature": 0.6, "top_k": 0}, dict(temperature=0.6)),
     ({**SAMPLED, "top_p": None, "typical_p": 1.0}, dict(temperature=1.0, top_k=50)),
     ({"repetition_penalty": 1.1, "num_beams": 1}, dict(repetition_penalty=1.1)),
+    ({"chat_format": "chatml", "max_window_size": 9, "trust_remote_code": True}, {}),
+    ({"penalty_alpha": 0, "low_memory": False, "return_legacy_cache": True}, {}),
 ]
 UNSUPPORTED = [
     {"typical_p": 0.9},
     {"num_beams": 4},
     {"no_repeat_ngram_size": 3},
     {"suppress_tokens": [1]},
-    {"chat_format": "chatml"},
+    {"penalty_alpha": 0.6},
     {**SAMPLED, "temperature": "hot"},
     {**SAMPLED, "top_p": 2.0},
 ]
@@ -334,3 +336,8 @@ def test_what_a_generation_config_states_and_we_lack_is_refused_by_name(stated):
     name, value = [*stated.items()][-1]
     with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}")):
         SamplerConfig.from_generation_config(stated)
+
+
+def test_stop_strings_of_a_generation_config_are_an_option_of_the_call():
+    with pytest.raises(ConfigError, match=r"stop_strings is \['x'\], .*; pass stop="):
+        SamplerConfig.from_generation_config({"stop_strings": ["x"]})

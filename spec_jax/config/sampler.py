@@ -75,9 +75,8 @@ class SamplerConfig(ConfigRecord):
         for name, value in stated.items():
             is_read = name in (*_GENERATION, "repetition_penalty", *_IRRELEVANT)
             if not is_read and value not in _NEUTRAL.get(name, ()):
-                raise ConfigError(
-                    f"{name} is {value!r:.80}, which is not supported; give a SamplerConfig"
-                )
+                instead = "pass stop=" if name == "stop_strings" else "give a SamplerConfig"
+                raise ConfigError(f"{name} is {value!r:.80}, which is not supported; {instead}")
         penalty = {"repetition_penalty": stated.get("repetition_penalty", 1.0)}
         if not stated.get("do_sample", False):
             return cls(**penalty)
@@ -134,6 +133,7 @@ _IRRELEVANT = (
     "output_logits",
     "output_scores",
     "return_dict_in_generate",
+    "return_legacy_cache",
     "renormalize_logits",
     "length_penalty",
     "early_stopping",
@@ -146,6 +146,16 @@ _IRRELEVANT = (
     "assistant_confidence_threshold",
     "prompt_lookup_num_tokens",
     "max_matching_ngram_size",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "prefill_chunk_size",
+    "compile_config",
+    "trust_remote_code",
+    "chat_format",  # this and the rest are of models whose code is beside their weights
+    "max_window_size",
+    "user_token_id",
+    "assistant_token_id",
 )
 # and these values of others.
 _NEUTRAL = {
@@ -165,6 +175,8 @@ _NEUTRAL = {
     "min_new_tokens": (0,),
     "remove_invalid_values": (False,),
     "token_healing": (False,),
+    "penalty_alpha": (0,),
+    "low_memory": (False,),
 }
 _GENERATION = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # as transformers has
 

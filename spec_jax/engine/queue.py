@@ -220,7 +220,7 @@ class DecodeQueue:
                 if not rows:
                     break
                 ending = np.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, np.int32)
-                stopped = {*free} - {*rows} | self._waiting  # on the host, and perhaps active yet
+                stopped = ({*free} - {*rows}) | self._waiting  # on the host, and perhaps active yet
                 ending[[*stopped]] = Finish.STOP_STRING
                 num_rounds = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
                 num_rounds = min(num_rounds, ROUNDS_TO_STOPS) if self._stops else num_rounds

@@ -1,8 +1,12 @@
-"""Added tokens that files beside tokenizer.json state: known as transformers knows them."""
+"""Added tokens that files beside tokenizer.json state.
+
+They are known as transformers 5 knows them, but those that special_tokens_map.json lists as
+``additional_special_tokens`` are special here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -33,7 +37,9 @@ def add_stated_tokens(
       ValueError: a token is malformed, or would get another id than is stated.
     """
     named = [_token(config[name], special=True) for name in _NAMES if config.get(name)]
-    listed = [_token(x, special=True) for name in _LISTS for x in _values(config.get(name)) if x]
+    groups = [config[name] for name in _LISTS if isinstance(config.get(name), (Mapping, list))]
+    lists = [group.values() if isinstance(group, Mapping) else group for group in groups]
+    listed = [_token(x, special=True) for group in lists for x in group if x]
     specials = {token.content for token in (*named, *listed)}
     present = backend.get_added_tokens_decoder()
     if DECODER in config:
@@ -58,11 +64,6 @@ def add_stated_tokens(
                 f"tokenizer.json and would get the id {given}; expected the next id after those of "
                 "tokenizer.json, or a tokenizer.json that has the token"
             )
-
-
-def _values(group: Any) -> Iterable[Any]:
-    values = group.values() if isinstance(group, Mapping) else group
-    return values if isinstance(group, (Mapping, list)) else ()
 
 
 def _index(stated: Any) -> int:

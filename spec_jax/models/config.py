@@ -19,6 +19,7 @@ from spec_jax.models.checks import (
     check_sizes,
     check_stop_tokens,
     check_supported,
+    is_integer,
     is_number,
     shown,
     stated_flag,
@@ -112,7 +113,7 @@ def check_sees_all(hf: Mapping[str, Any], *, is_head: bool = False) -> None:
     if are_windows and isinstance(window, int) and isinstance(longest, int) and window >= longest:
         return  # no token is out of sight
     remedy = " (sliding_window null)" if said.startswith("sliding_window") else ""
-    if are_windows and isinstance(window, int):
+    if are_windows and is_integer(window) and window >= 1:
         remedy += (
             f"; up to {window} tokens the two are the same: set max_position_embeddings to "
             f"{window} to decode no longer texts"
@@ -206,7 +207,7 @@ class RopeConfig:
         if is_number(raw.get("partial_rotary_factor")) and raw["partial_rotary_factor"] == 1:
             del raw["partial_rotary_factor"]
         length = "original_max_position_embeddings"
-        if raw["rope_type"] in ("llama3", "yarn") and length in hf:
+        if raw["rope_type"] in ("llama3", "yarn") and hf.get(length) is not None:
             raw[length] = hf[length]  # at the top it takes precedence
         if raw["rope_type"] == "yarn":
             # Without an original length, the maximum length of the model is meant.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -89,21 +90,19 @@ class Tokenizer:
             raise WeightsError(f"{file} cannot be read as a tokenizer: {error}") from error
         if not has_ids:
             raise WeightsError(f"{file} has an empty vocabulary; expected at least one token")
-        templates = {}
-        file = directory / "tokenizer_config.json"
-        try:
-            config = _read_object(file)
-            ids = {}
-            if DECODER not in config:
-                file = directory / "special_tokens_map.json"
-                config |= _read_object(file)
-                file = directory / "added_tokens.json"
-                ids = _read_object(file)
+        config = _read_object(directory / "tokenizer_config.json")
+        ids = {}
+        sources = "tokenizer_config.json"
+        if DECODER not in config:
+            config |= _read_object(directory / "special_tokens_map.json")
+            ids = _read_object(directory / "added_tokens.json")
+            sources += ", special_tokens_map.json or added_tokens.json"
+        with _errors_of(directory / sources):
             add_stated_tokens(backend, config, ids)
-            for name, file in _template_files(directory).items():
+        templates = {}
+        for name, file in _template_files(directory).items():
+            with _errors_of(file):
                 templates[name] = read_text(file)
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"{file} cannot be read: {error}") from error
         return cls(backend, {**config, "chat_template": templates} if templates else config)
 
     def save(self, directory: str | pathlib.Path) -> None:
@@ -282,10 +281,20 @@ def _whole(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 def _read_object(file: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no file."""
-    value = parse_json(read_text(file)) if file.exists() else {}
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}; expected an object")
+    with _errors_of(file):
+        value = parse_json(read_text(file)) if file.exists() else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}; expected an object")
     return value
+
+
+@contextlib.contextmanager
+def _errors_of(source: pathlib.Path) -> Iterator[None]:
+    """Raises a WeightsError that names the source where reading it fails."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{source} cannot be read: {error}") from error
 
 
 def _template_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:

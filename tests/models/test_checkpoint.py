@@ -153,6 +153,8 @@ def test_rotary_keys_have_the_usual_defaults(llama):
     yarn["original_max_position_embeddings"] = 33
     edit_json(llama, lambda c: c.update(rope_scaling=yarn))
     assert read_config(llama).rope.original_max_position_embeddings == 33
+    edit_json(llama, lambda c: c.update(original_max_position_embeddings=None))
+    assert read_config(llama).rope.original_max_position_embeddings == 33  # null says nothing
     edit_json(llama, lambda c: c.update(original_max_position_embeddings=77))
     assert read_config(llama).rope.original_max_position_embeddings == 77  # at the top, it decides
 

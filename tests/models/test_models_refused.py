@@ -40,6 +40,7 @@ CONFIGS = {
         (dict(layer_types="full_attention"), "is 'full_attention'; expected a list"),
         (dict(model_type="mistral"), "absent, which means 4096.*null"),
         (dict(model_type="mistral", sliding_window=512), "window is 512.*max_position_embeddings"),
+        (dict(model_type="mistral", sliding_window=0), r"attention \(sliding_window null\)$"),
         (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
         (dict(rope_parameters=dict(rope_type="longrope", long_factor=[1])), "long_factor"),
         (dict(rope_parameters=dict(rope_type="linear")), "needs a factor"),

@@ -113,7 +113,7 @@ def test_a_special_token_that_the_vocabulary_has_is_known_by_its_name_alone(tmp_
             dict(tokenizer_config=dict(added_tokens_decoder={"258": {}})),
             "the token '' with the id 258",
         ),
-        (dict(tokenizer_config=dict(eos_token=[3])), r"added token is \[3\]"),
+        (dict(tokenizer_config=dict(eos_token=[3])), r"/tokenizer_config.*added token is \[3\]"),
         (dict(added_tokens={"<a>": None}), "added_tokens.json.*has the id None"),
         (dict(special_tokens_map=[]), "special_tokens_map.json.*expected an object"),
     ],
