@@ -97,7 +97,7 @@ def train_step(
 
 
 def _parts(batch: Any, count: int) -> Any:
-    """Cuts a batch into ``count`` parts of every count-th row, so that rows stay on their devices."""
+    """Cuts a batch into ``count`` parts of every count-th row; rows stay on their devices."""
     sizes = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(batch)}
     if None in sizes:
         raise ConfigError(
