@@ -236,7 +236,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
             known = cli.read_saved(saved)
             more = _FREE_IN_FLOAT32 if config.dtype == "float32" else ()
             cli.check_same(known, resolved, (*_FREE, *more))
-            cli.check_inputs(folder, sums)
+            sums = cli.check_inputs(folder, sums)
         head = report.begin("regenerate", folder, resolved)
         report.write_json(folder / cli.INPUTS, sums)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)

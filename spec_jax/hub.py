@@ -15,7 +15,7 @@ from spec_jax.models.shards import weight_files
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
-_COMMON = (
+BESIDE_WEIGHTS = (  # what is read of a model's directory, or a head's
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -90,7 +90,7 @@ def directory_of(
         )
     where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
     choices = _WEIGHTS if has_weights else (("config.json", "", ""),)
-    common = _COMMON if has_weights else _COMMON[:2]
+    common = BESIDE_WEIGHTS if has_weights else BESIDE_WEIGHTS[:2]
 
     def download(weights, **options) -> pathlib.Path:
         patterns = [*common, *filter(None, weights)]

@@ -18,7 +18,7 @@ from experiments.comparison.answers import (
     turn_of,
 )
 from experiments.comparison.setup import Setup
-from experiments.run import report
+from experiments.run import inputs, report
 from experiments.run.cli import INPUTS, check_inputs, check_same, inputs_of, read_saved
 from experiments.run.journal import Journal
 from spec_jax import processes
@@ -400,7 +400,7 @@ def notes_of_machines(machines: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
+def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> inputs.Sums:
     """Checks that a folder holds nothing, or a run with this config and these inputs.
 
     Args:
@@ -408,7 +408,7 @@ def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, s
       config: The resolved config, as JSON values.
 
     Returns:
-      The checksums of the inputs, for inputs.json.
+      The checksums of the inputs that inputs.json is to hold.
 
     Raises:
       ConfigError: It holds another run.
@@ -420,7 +420,7 @@ def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, s
     is_begun = any((folder / name).exists() for name in (INPUTS, ANSWERS, STATE))
     if is_begun:
         check_same(read_saved(saved), config, _FREE)
-        check_inputs(folder, sums)
+        sums = check_inputs(folder, sums)
     elif (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
     elif saved.exists():  # another experiment that is not finished reads it when it goes on

@@ -180,17 +180,24 @@ def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> Non
         config_help.flat({key: values.get(key) for key in config if key not in free})
         for values in (saved, config)
     )
+    _refuse_changes(before, now)
+
+
+def _refuse_changes(before: Mapping, now: Mapping) -> None:
     changed = [key for key in {**now, **before} if before.get(key) != now.get(key)]
     if changed:
         name = changed[0]
+        more = f" (and {len(changed) - 9} more)" if len(changed) > 9 else ""
         raise ConfigError(
-            f"the work directory holds a run with other values of {', '.join(changed)} "
+            f"the work directory holds a run with other values of {', '.join(changed[:9])}{more} "
             f"({name} was {before.get(name)!r}, not {now.get(name)!r}); expected the same config "
             "and the same files, or an empty directory"
         )
 
 
-def inputs_of(config: Mapping, free: Sequence[str] = ()) -> dict[str, str]:
+def inputs_of(
+    config: Mapping, free: Sequence[str] = (), known: inputs.Sums | None = None
+) -> inputs.Sums:
     """Returns the checksums that inputs.json holds, see ``inputs.of_config``.
 
     Of several processes the first one reads the files; the others get none.
@@ -198,22 +205,37 @@ def inputs_of(config: Mapping, free: Sequence[str] = ()) -> dict[str, str]:
     Args:
       config: The resolved config, as JSON values.
       free: Keys whose files a run may go on with when they have changed.
+      known: Of an earlier call, whose files are not read again.
     """
     if not processes.is_writer():
         return {}
     values = {key: value for key, value in config.items() if key not in free}
-    return inputs.of_config(config_help.flat(values))
+    return inputs.of_config(config_help.flat(values), known=known or {})
 
 
-def check_inputs(folder: pathlib.Path, sums: Mapping[str, str]) -> None:
-    """Raises ConfigError, with its name, if a file has other contents than a run began with.
+def check_inputs(folder: pathlib.Path, sums: inputs.Sums, *, is_loaded: bool = True) -> inputs.Sums:
+    """Checks that the files of a run that has begun have the contents that it began with.
 
     Args:
       folder: The run's folder, with its inputs.json.
       sums: Of ``inputs_of``.
+      is_loaded: Whether everything has been loaded. If not, what is unknown may be what loading
+        downloads, and is not compared.
+
+    Returns:
+      What inputs.json is to hold from now on: what the run began with, and ``sums`` of what was
+      unknown then.
+
+    Raises:
+      ConfigError: A file has changed, came or went; its name is in the message.
     """
-    if processes.is_writer():
-        check_same(read_saved(folder / INPUTS), sums)
+    if not processes.is_writer():
+        return sums
+    begun = read_saved(folder / INPUTS)
+    before = {what: files for what, files in begun.items() if is_loaded or what in sums}
+    now = {what: sums.get(what, {}) for what in before}
+    _refuse_changes(inputs.by_file(before), inputs.by_file(now))
+    return {**sums, **begun}
 
 
 def read_saved(path: pathlib.Path) -> Mapping[str, Any]:

@@ -76,7 +76,7 @@ def _settings(values: dict) -> dict:
     config = config_help.flat(values["config"] if "config" in values else {}, "config.")
     return {
         **config,
-        **inputs.of_config(config, has_weights=False),
+        **inputs.by_file(inputs.of_config(config, has_weights=False)),
         "workdir": values.get("workdir"),
         "spec_jax": spec_jax.__version__,
         "python": platform.python_version(),

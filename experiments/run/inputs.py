@@ -12,70 +12,113 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from spec_jax import hub, zoo
+from spec_jax.config import METHODS
+from spec_jax.data import sources
+from spec_jax.errors import SpecJaxError
+from spec_jax.models.tensors import stored_files
 
 _FIRST = 64 << 20  # bytes of the header of a safetensors file that are read
 _BY_THE_FIRST = ("config.data.text",)  # what process 0 alone reads
 _WEIGHTS = (".safetensors", ".bin")
-# What is read of a directory that holds a model or a head, beside its weights.
-_OF_A_MODEL = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+# Keys of configs, of any section, whose values name files, directories or hub ids; and modules.
+PATHS = (
+    *("target", "draft", "drafts", "head", "init_from", "teacher"),
+    *("data", "text", "responses", "prompts", "model_json"),
+)
+MODULES = ("rule", "drafter")
+Sums = dict[str, dict[str, str | None]]  # by what a config names, and of that by file
 
 
-def of_config(values: Mapping[str, Any], *, has_weights: bool = True) -> dict[str, str]:
+def of_config(
+    values: Mapping[str, Any], *, has_weights: bool = True, known: Mapping[str, Mapping] = {}
+) -> Sums:
     """Returns checksums of the files, directories and modules that a config names.
 
-    They are SHA-256 of all bytes, 0.8 s a GB on one core. Of a model's directory, cached by the
-    hub or not, they are of its weights, its tokenizer and its JSON files; of any other directory,
+    They are SHA-256 of all bytes, 0.8 s a GB on one core. Of a directory that holds a model or a
+    head, cached by the hub or not, they are of the files that are loaded; of any other directory,
     of all files that are not hidden; of ``module:NAME``, of the file of the module, once it is
-    imported.
+    imported. What is not there, such as a model that the hub's cache lacks, has none.
 
     Args:
       values: The config by full names; texts may name several paths, separated by commas.
       has_weights: False, where each of several processes reads its part of the weights: of these,
         the size, and the names, shapes and places of the tensors.
+      known: What this function has returned before, whose files are not read again.
     """
     found = {}
     for key, value in values.items():
         parts = value if isinstance(value, tuple | list) else [value]
         names = [n.strip() for x in parts if isinstance(x, str) for n in x.split(",")]
         for name in (n for n in names if n and key not in _BY_THE_FIRST):
-            known = of_path(name, has_weights=has_weights)
-            if known is not None:
-                found[f"what is in {name} ({key})"] = known
+            what = f"what is in {name} ({key})"
+            files = _files_of(name, key)
+            if files is not None:
+                found[what] = _sums(files, has_weights, known.get(what, {}))
     return found
 
 
-def of_path(name: str, *, has_weights: bool = True) -> str | None:
-    """Returns the checksum of what a name stands for, see ``of_config``; None: of nothing."""
-    try:
-        files = _files(name)
-    except OSError:
-        return None  # the reader of the file says why
+def by_file(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns checksums by what each is of, in words."""
+    return {
+        f"{what}: {file}" if file else what: known
+        for what, files in sums.items()
+        for file, known in (files.items() if isinstance(files, Mapping) else [("", files)])
+    }
+
+
+def of_path(name: str) -> str | None:
+    """Returns the checksum of all that a path or hub id stands for; None: of nothing."""
+    files = _files(name)
     if files is None:
         return None
+    known = json.dumps(_sums(files, True, {}), sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def _sums(files: Mapping[str, pathlib.Path], has_weights: bool, known: Mapping[str, Any]) -> dict:
+    new = [name for name in files if name not in known]
     with ThreadPoolExecutor() as pool:
-        sums = pool.map(functools.partial(_of_file, has_weights=has_weights), files.values())
-        known = dict(zip(files, sums))
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+        of_file = functools.partial(_of_file, has_weights=has_weights)
+        sums = {**known, **dict(zip(new, pool.map(of_file, map(files.get, new))))}
+    return {name: sums[name] for name in files}
+
+
+def _files_of(name: str, key: str) -> dict[str, pathlib.Path] | None:
+    """The files behind a name that is a value of a key, as the key's reader takes it."""
+    last = key.rpartition(".")[2]
+    if last in MODULES and ":" in name:
+        file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+        return {"": pathlib.Path(file)} if file else None
+    is_word = {
+        "draft": METHODS.get(name, False),
+        "drafts": METHODS.get(name, False),
+        "data": sources.is_name(name) or name in ("pieces", "functions"),
+        "text": name == "stdlib",
+    }
+    return _files(name) if last in PATHS and not is_word.get(last) else None
 
 
 def _files(name: str) -> dict[str, pathlib.Path] | None:
-    """The files behind a name, by their names in a directory."""
-    path = zoo.path(name) or pathlib.Path(name)
-    if path.is_file():
-        return {"": path}
-    module = sys.modules.get(name.partition(":")[0]) if ":" in name else None
-    if getattr(module, "__file__", None):
-        return {"": pathlib.Path(module.__file__)}
-    if not path.is_dir():
-        path = hub.cached_directory(name)
+    """The files behind a path or hub id, by their names in a directory."""
+    try:
+        path = zoo.path(name) or pathlib.Path(name)
+        if path.is_file():
+            return {"": path}
+        is_local = path.is_dir()
+        path = path if is_local else hub.cached_directory(name)
         if path is None:
             return None
-    files = [file for ending in _WEIGHTS for file in path.glob(f"*{ending}")]
-    if files:
-        files += [file for pattern in _OF_A_MODEL for file in path.glob(pattern)]
-    else:
-        files = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
-    return {str(file.relative_to(path)): file for file in files if file.is_file()}
+        files = stored_files(path)
+        is_whole = files and all(file.exists() for file in (path / "config.json", *files))
+        if not is_local and not is_whole:
+            return None  # a download that was cut off
+        if files:
+            files += [file for pattern in hub.BESIDE_WEIGHTS for file in path.glob(pattern)]
+        else:
+            files = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        return {str(file.relative_to(path)): file for file in files if file.is_file()}
+    except (OSError, SpecJaxError):
+        return None  # the reader of the file says why
 
 
 def _is_hidden(path: pathlib.Path) -> bool:

@@ -131,13 +131,15 @@ def train(
         # A run that has no checkpoint yet may have its best state, and evaluations.
         is_begun = last or checkpoints.best or (folder / EVALUATIONS).exists()
         saved = cli.read_saved(folder / "config.json") if is_begun else None
+        sums = {}
         if saved is not None:  # before the data is read, which may take long
             check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
             sums = cli.inputs_of(resolved, free)
-            cli.check_inputs(folder, sums)
+            cli.check_inputs(folder, sums, is_loaded=False)
         experiment = make(config, folder)
-        if saved is None:  # now a model of the hub is in its cache
-            sums = cli.inputs_of(resolved, free)
+        sums = cli.inputs_of(resolved, free, sums)  # now a model of the hub is in its cache
+        if saved is not None:
+            sums = cli.check_inputs(folder, sums)
         resolved["data_seen"] = experiment.fingerprint()
         if saved is not None:
             check_resume(saved, resolved, last)

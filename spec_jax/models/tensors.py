@@ -25,7 +25,7 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.files import foreign_files, write_json
 from spec_jax.models.parts import Part, Tensor
 from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, Pickles
-from spec_jax.models.shards import INDEX, SINGLE, Shards, indexed_files
+from spec_jax.models.shards import INDEX, SINGLE, Shards, indexed_files, weight_files
 from spec_jax.models.specs import ParamSpec
 
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
@@ -250,13 +250,30 @@ def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards |
     Raises:
       WeightsError: it has neither, or they cannot be read.
     """
-    if any((directory / name).exists() for name in (SINGLE, INDEX)):
-        return Shards(directory, stack)
-    if any((directory / name).exists() for name in (PICKLE, PICKLE_INDEX)):
-        return Pickles(directory)
-    raise WeightsError(
-        f"{directory} has neither {SINGLE} nor {INDEX} nor {PICKLE}{foreign_files(directory)}"
-    )
+    names = _stored_names(directory)
+    if not names:
+        raise WeightsError(
+            f"{directory} has neither {SINGLE} nor {INDEX} nor {PICKLE}{foreign_files(directory)}"
+        )
+    return Shards(directory, stack) if SINGLE in names else Pickles(directory)
+
+
+def stored_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files that ``open_files`` reads; none if there are no weights.
+
+    Raises:
+      WeightsError: see ``weight_files``.
+    """
+    names = _stored_names(directory)
+    return weight_files(directory, *names) if names else []
+
+
+def _stored_names(directory: pathlib.Path) -> tuple[str, ...]:
+    """The names of the single file and the index of which one is there; those that are read."""
+    for names in ((SINGLE, INDEX), (PICKLE, PICKLE_INDEX)):
+        if any((directory / name).exists() for name in names):
+            return names
+    return ()
 
 
 def unread_index(directory: pathlib.Path) -> tuple[str, ...]:
@@ -265,16 +282,16 @@ def unread_index(directory: pathlib.Path) -> tuple[str, ...]:
     Args:
       directory: of the checkpoint, see ``weight_files``.
     """
-    for single, index in ((SINGLE, INDEX), (PICKLE, PICKLE_INDEX)):
-        are_stored = [(directory / name).exists() for name in (single, index)]
-        if all(are_stored) and single not in indexed_files(directory, index):
-            return (
-                f"there are {single} and {index}, which names other files; {single} alone is read, "
-                "as by transformers. Delete the one that is out of date.",
-            )
-        if any(are_stored):
-            break
-    return ()
+    names = _stored_names(directory)
+    if not names or not all((directory / name).exists() for name in names):
+        return ()
+    single, index = names
+    if single in indexed_files(directory, index):
+        return ()
+    return (
+        f"there are {single} and {index}, which names other files; {single} alone is read, "
+        "as by transformers. Delete the one that is out of date.",
+    )
 
 
 def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
+import re
+import shutil
 import sys
 from unittest import mock
 
@@ -14,10 +17,10 @@ from support.files import write_lines
 from support.tiny_models import LLAMA
 from tokenizers import normalizers
 
-from configs import train_head_default
+from configs import evaluate_zoo, train_head_default
 from experiments.comparison import session
 from experiments.planning import plan_cells
-from experiments.run import cli, inputs, report
+from experiments.run import cli, config_help, inputs, report
 from experiments.training import lm, run
 from experiments.training import text as texts
 from experiments.training.choice import EVALUATIONS
@@ -182,8 +185,10 @@ FILES = {
     "model/tokenizer_config.json": "{}",
     "model/chat_template.jinja": "a",
     "model/additional_chat_templates/tool_use.jinja": "a",
-    "model/model-1.safetensors": "0" * 999,
-    "model/pytorch_model.bin": "0" * 999,
+    "model/special_tokens_map.json": "{}",
+    "model/model.safetensors": "0" * 999,
+    "head/config.json": "{}",
+    "head/pytorch_model.bin": "0" * 999,
     "texts/a.txt": "a",
     "texts/config.json": '{"text": "not of a model"}',
     "texts/more/b.txt": "b",
@@ -203,8 +208,9 @@ def named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rule_of_a_store", module)
     return folder, {
         "target": str(folder / "model"),
+        "drafts": f"ngram,{folder / 'head'}",
         "data": {"text": f"{folder / 'texts'}, {folder / 'prompts.jsonl'}"},
-        "rules": ["rule_of_a_store:rule"],
+        "rule": "rule_of_a_store:rule",
         "mesh": "data:2,tensor:4",
         "has_audit": False,
     }
@@ -220,21 +226,60 @@ def test_a_run_whose_inputs_have_changed_is_refused_by_the_name_of_the_file(name
     report.begin("evaluate", folder, config)
     report.write_json(folder / cli.INPUTS, session.check_folder(folder, config))
     (folder / session.ANSWERS).write_text("{}\n")
-    assert len(session.check_folder(folder, config)) == 4
+    assert len(session.check_folder(folder, config)) == 5
     before = state_of(folder)
-    keys = {"model": "target", "texts": "data.text", "prompts.jsonl": "data.text"}
+    keys = {"model": "target", "head": "drafts", "rule_of_a_store.py": "rule"}
     for name, content in FILES.items():
         (files / name).write_text(content[:-1] + "#")
-        key = keys.get(top := name.partition("/")[0], "rules")
-        shown = "rule_of_a_store:rule" if key == "rules" else str(files / top)
+        top, _, inner = name.partition("/")
+        key = keys.get(top, "data.text")
+        shown = "rule_of_a_store:rule" if key == "rule" else str(files / top)
+        of_file = f": {inner}" if inner else ""
         with pytest.raises(ConfigError, match="and the same files, or an empty") as raised:
             session.check_folder(folder, config)
-        assert f"other values of what is in {shown} ({key}) (" in str(raised.value), name
+        assert f"other values of what is in {shown} ({key}){of_file} (" in str(raised.value), name
         (files / name).write_text(content)
         session.check_folder(folder, config)
-    (files / "model" / "README.md").write_text("of no account")
-    session.check_folder(folder, config)
+    (files / "model" / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"\(target\): generation_config.json .* not None"):
+        session.check_folder(folder, config)
     assert state_of(folder) == before
+
+
+UNREAD = ("README.md", "vocab.json", "vision_config.json", "pytorch_model.bin", "x.safetensors")
+
+
+def test_what_no_loader_reads_may_come_and_go(named, tmp_path, monkeypatch):
+    """Also folders that are called as a method, a rule or a choice of the config is."""
+    files, config = named
+    config |= {"rules": ["residual"], "objective": "eagle3", "copying_rules": ("match",)}
+    config |= {"mesh": "data:2", "data": config["data"] | {"name": "humaneval"}}
+    monkeypatch.chdir(tmp_path)
+    before = inputs.of_config(config_help.flat(config))
+    for name in UNREAD:
+        (files / "model" / name).write_text("of no account")
+    for name in ("ngram", "residual", "match", "eagle3", "humaneval"):
+        (tmp_path / name).write_text("of no account")
+    monkeypatch.setitem(sys.modules, "data", sys.modules["rule_of_a_store"])
+    assert inputs.of_config(config_help.flat(config)) == before
+    words = {"data": "humaneval", "data.text": "stdlib", "drafts": "ngram,suffix"}
+    for name in ("stdlib", "suffix"):
+        (tmp_path / name).write_text("of no account")
+    assert not inputs.of_config(words)
+
+
+# A cache, and keys whose comments speak of the file of another one.
+NO_FILES = {"view_cache", "export_with_target", "max_prompt_tokens", "num_prompts"}
+
+
+def test_keys_whose_comments_speak_of_files_are_checked():
+    paths = pathlib.Path(evaluate_zoo.__file__).parent.glob("*.py")
+    said = [pair for path in paths for pair in config_help.comments(path).items()]
+    of_files = re.compile(r"\b(zoo name|director|file\b|files and|folder|module:|hub id)")
+    keys = {key.rpartition(".")[2] for key, text in said if of_files.search(text)}
+    known = {*inputs.PATHS, *inputs.MODULES}
+    assert {"target", "drafts", "drafter", "rule", "text", "responses", "prompts"} <= keys & known
+    assert keys - known == NO_FILES
 
 
 def test_a_large_file_is_known_by_its_last_byte_too(tmp_path):
@@ -267,11 +312,79 @@ def test_a_training_run_is_refused_before_its_text_is_packed_or_its_best_state_r
     with pytest.raises(InterruptedError):  # it goes on
         train()
     made.reset_mock()
+    (files / "texts" / "c.txt").write_text("a text more")
+    with pytest.raises(ConfigError, match=r"texts \(data.text\): c.txt was None"):
+        train()
+    (files / "texts" / "c.txt").unlink()
     (files / "texts" / "a.txt").write_text("b")
-    with pytest.raises(ConfigError, match=r"other values of what is in \S*texts \(data.text\)"):
+    with pytest.raises(
+        ConfigError, match=r"other values of what is in \S*texts \(data.text\): a.txt"
+    ):
         train()
     (files / "texts" / "a.txt").write_text("a")
     config.optimizer.lr *= 2
     with pytest.raises(ConfigError, match="other values of optimizer.lr"):
         train()
     assert not made.called
+
+
+@pytest.fixture
+def cached(named, tmp_path, monkeypatch):
+    """A run of training on a model of the hub; its files in the cache, and how to train."""
+    files, values = named
+    model = files / "model"
+    is_there = lambda name: name == "owner/model" and model.exists()
+    monkeypatch.setattr(
+        inputs.hub, "cached_directory", lambda name: model if is_there(name) else None
+    )
+    config = train_head_default.get_config()
+    config.update(target="owner/model")
+    folder, resolved = tmp_path / "run", json.loads(config.to_json())
+    report.begin("train_head", folder, resolved | {"data_seen": {}})
+    report.write_json(folder / cli.INPUTS, cli.inputs_of(resolved))
+    (folder / EVALUATIONS).write_text("{}\n")
+
+    def train(download):
+        def make(*_):
+            download()
+            return mock.MagicMock(fingerprint=lambda: {}, usage=lambda: [], title="a title")
+
+        monkeypatch.setattr(run, "Checkpoints", mock.MagicMock())
+        run.Checkpoints().__enter__().last_step = None
+        monkeypatch.setattr(run, "Log", mock.Mock(side_effect=InterruptedError))
+        run.train(make, "train_head", config, folder, lambda *_: None)
+
+    return model, folder / cli.INPUTS, train
+
+
+def test_a_model_that_is_downloaded_again_is_checked_and_what_a_run_began_with_stays(cached):
+    """A preempted machine goes on with a new cache: its files are known once they are loaded."""
+    model, path, train = cached
+    before, kept = path.read_text(), model.rename(model.parent / "kept")
+
+    def download():
+        kept.rename(model)
+
+    for is_partial in (False, True):  # of a download that has only begun
+        if is_partial:
+            model.rename(kept)
+            model.mkdir()
+            (model / "config.json").write_text(FILES["model/config.json"])
+        restore = download if not is_partial else lambda: (shutil.rmtree(model), download())
+        with pytest.raises(InterruptedError):
+            train(restore)
+        assert path.read_text() == before
+    model.rename(kept)
+    (kept / "model.safetensors").write_text("of another revision")
+    with pytest.raises(ConfigError, match=r"in owner/model \(target\): model.safetensors \("):
+        train(download)
+    assert path.read_text() == before
+
+
+def test_what_was_unknown_when_a_run_began_is_added(cached):
+    model, path, train = cached
+    before = path.read_text()
+    path.write_text("{}")
+    with pytest.raises(InterruptedError):
+        train(lambda: None)
+    assert path.read_text() == before

@@ -154,7 +154,10 @@ def test_different_configurations_and_inputs_are_refused_by_every_process(tmp_pa
     assert [child.returncode for child in begun] == [2, 2], outputs
     (said,) = (line for line in outputs[0].splitlines() if "the processes differ" in line)
     assert "config.number is 3 in process 1 and 2 in process 0; what is in model " in said
-    assert "(config.target) is " in said and "; what is in prompts.txt (config.pro" in said
+    assert (
+        "(config.target): model.safetensors is " in said
+        and "; what is in prompts.txt (config.pro" in said
+    )
     assert "the processes differ" not in outputs[1]
 
 
