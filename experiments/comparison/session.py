@@ -20,7 +20,7 @@ from experiments.comparison.answers import (
 from experiments.comparison.setup import Setup
 from experiments.run import inputs, report
 from experiments.run.cli import INPUTS, check_inputs, check_same, inputs_of, read_saved
-from experiments.run.journal import Journal
+from experiments.run.journal import DATED, Journal
 from spec_jax import processes
 from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, PromptError
@@ -294,7 +294,7 @@ class Evaluation:
                 raise ConfigError(
                     f"{self._answers.path} answers another prompt than this run has: "
                     f"{text[:60]!r}; expected the questions and the tokenizer that it was begun "
-                    "with, or an empty directory"
+                    f"with, or an empty directory; {DATED}"
                 )
 
     def _check_line(self, line: Mapping[str, Any], key: Mapping[str, Any], number: int) -> None:

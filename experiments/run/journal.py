@@ -17,6 +17,10 @@ from spec_jax import processes
 from spec_jax.errors import ConfigError
 
 REFUSED = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+DATED = (  # why prompts may differ that nobody has changed
+    "a chat template that writes today's date makes other prompts each day: begin such a run with "
+    """a fixed date, such as --config.chat_template_kwargs='{"date_string": "26 Jul 2024"}'"""
+)
 
 
 class Journal(contextlib.AbstractContextManager):
@@ -136,7 +140,8 @@ class Responses(Journal):
             elif self._prompts[index] != _checksum(ids):
                 raise ConfigError(
                     f"{self.path} answers another prompt {index} than this run has; expected the "
-                    "prompts and the tokenizer that it was begun with, or an empty directory"
+                    "prompts and the tokenizer that it was begun with, or an empty directory; "
+                    f"{DATED}"
                 )
 
     def append(self, row: Mapping) -> None:

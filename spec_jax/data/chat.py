@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,12 @@ _FUNCTIONS = ("raise_exception", "strftime_now", "namespace", "range", "dict", "
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
+@functools.cache
+def _time_of_process() -> datetime.datetime:
+    """One time for all templates, so that a run over midnight has prompts of one date."""
+    return datetime.datetime.now()
+
+
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
     """The chat templates of a tokenizer, and the variables that they read.
@@ -36,7 +43,7 @@ class ChatTemplate:
     sources: Mapping[str, str]  # template texts by name
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values
     name: str | None = None  # None: "tool_use" for conversations with tools, else "default"
-    now: datetime.datetime = dataclasses.field(default_factory=datetime.datetime.now)
+    now: datetime.datetime = dataclasses.field(default_factory=_time_of_process)
 
     @classmethod
     def from_tokenizer(
@@ -55,7 +62,8 @@ class ChatTemplate:
             of the tokenizer, which override special tokens. ``tools`` and ``documents`` are of
             conversations that have none of their own.
           name: The name of the template, if there are several.
-          now: The time that ``strftime_now`` shows. None means the time of this call.
+          now: The time that ``strftime_now`` shows. None means the time at which the process
+            first made a template, so that all its prompts have one date.
 
         Raises:
           ConfigError: The tokenizer has no chat template, or none of that name; or the template
@@ -69,7 +77,7 @@ class ChatTemplate:
             )
         chosen = {**tokenizer.chat_template_kwargs, **(variables or {})}
         template = cls(
-            sources, {**tokenizer.special_tokens, **chosen}, name, now or datetime.datetime.now()
+            sources, {**tokenizer.special_tokens, **chosen}, name, now or _time_of_process()
         )
         template.source()
         if chosen:

@@ -6,11 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import tokenizers
 
-from spec_jax.data import template_process
+from spec_jax.data import chat, template_process
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.tokenizer import Tokenizer
@@ -34,6 +35,17 @@ def template(source, **variables):
 def word_tokenizer(**config):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     return Tokenizer(backend, config)
+
+
+def test_all_templates_of_a_process_show_one_date(monkeypatch):
+    """A run over midnight, whose prompts are made by several of them."""
+    dated = word_tokenizer(chat_template="{{ strftime_now('%d %b %Y') }}")
+    made = [ChatTemplate.from_tokenizer(dated)]
+    days = iter(range(1, 9))
+    clock = mock.Mock(now=lambda: datetime.datetime(1999, 1, next(days)), wraps=datetime.datetime)
+    monkeypatch.setattr(chat.datetime, "datetime", clock)
+    made += [ChatTemplate.from_tokenizer(dated), ChatTemplate(dated.chat_templates)]
+    assert len({template.now for template in made}) == 1
 
 
 def test_special_tokens_and_messages_are_variables():

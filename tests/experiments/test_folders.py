@@ -104,6 +104,7 @@ def test_a_run_of_which_nothing_can_be_measured_says_why(setup, refused, tmp_pat
 DAMAGES = [
     (lambda line: "[1]", "line 2: TypeError.*expected an answer; delete this line and all"),
     (lambda line: "{", "line 2: JSONDecodeError"),
+    (lambda line: line.replace('"prompt": "', '"prompt": "z'), "answers another .* today's date"),
     (lambda line: line.replace('"turns"', '"turn"'), "line 2: KeyError.'turns'"),
     (lambda line: line.replace('"emitted": 1', '"emitted": 2'), "line 2: AssertionError"),
     (
@@ -119,7 +120,7 @@ def test_a_damaged_line_is_named_with_the_remedy(setup, refused, tmp_path, damag
     path = tmp_path / session.ANSWERS
     first, second, *more = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text(first + damage(second.rstrip()) + "\n" + "".join(more), encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"answers.jsonl, {message}"):
+    with pytest.raises(ConfigError, match=f"answers.jsonl,? {message}"):
         session.Evaluation(setup, tmp_path).run()
     path.write_text(first, encoding="utf-8")  # as it says
     assert len(session.Evaluation(setup, tmp_path).run()) == 2
