@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.errors import ConfigError
+
 
 @flax.struct.dataclass
 class Mean:
@@ -60,7 +62,12 @@ def merge(*figures: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       *figures: By name; each a ``Mean``, an array, or a dict of these.
+
+    Raises:
+      ConfigError: There are no batches.
     """
+    if not figures:
+        raise ConfigError("there are no figures to merge; expected those of one batch or more")
     return merge_stacked(jax.tree.map(lambda *x: np.stack(x), *figures))
 
 

@@ -123,6 +123,8 @@ def test_figures_of_several_steps_are_weighed_by_what_counts():
     many = {"terms": {"tokens": Mean(np.float32(64), np.float32(64))}, "loss": 1.0}
     found = report(merge(few, many | {"grad_norm": 3.0}))
     assert found == {"loss": pytest.approx(72 / 68), "grad_norm": 2.0}
+    with pytest.raises(ConfigError, match="no figures to merge; expected those of one batch"):
+        merge()
 
 
 def test_what_cannot_be_computed_in_parts_is_refused():
