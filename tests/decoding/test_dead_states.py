@@ -129,10 +129,7 @@ def test_rows_are_those_of_plain_decoding_however_they_are_driven(name, caplog):
         own, draft, *_ = jax.devices()
         decoder = make(devices=Devices(draft=draft, target=own))
     else:
-        of_queue = [sampler(temperature=x.temperature) for x in MIXED]
-        rows = spec_jax.DecodeQueue(
-            make(), PROMPTS, batch=5, max_new_tokens=NEW, stop_tokens=STOPS, sampler=of_queue
-        )
+        rows = spec_jax.DecodeQueue(make(), PROMPTS, batch=5, max_new_tokens=NEW, **options)
         rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     if name != "queue":
         rows = decoder.generate(PROMPTS, NEW, **options)
