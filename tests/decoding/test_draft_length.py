@@ -122,8 +122,7 @@ def test_rows_longer_than_their_drafter_are_those_of_plain_decoding(name):
     assert [row.tokens for row in rows] == plain_rows(True)
     check_offers(decoder, PROMPTS, rows)
     if name == "chain":
-        seeded = [SamplerConfig(temperature=s.temperature) for s in HOT]
-        queue = dict(DecodeQueue(decoder, PROMPTS, batch=2, max_new_tokens=NEW, sampler=seeded))
+        queue = dict(DecodeQueue(decoder, PROMPTS, batch=2, max_new_tokens=NEW, sampler=HOT))
         assert [queue[i].tokens for i in range(len(PROMPTS))] == plain_rows(True)
         assert [queue[i].stats.undrafted_rounds for i in queue] == [
             rows[i].stats.undrafted_rounds for i in queue
