@@ -25,6 +25,7 @@ from experiments.training.head import HeadExperiment, validate
 _FREE = ("log_every", "checkpoint_every_s", "export_format", "export_dtype", "export_from")
 _FREE += ("export_with_target",)
 _FREE += ("eval", "mesh", "is_fully_sharded")
+_FREE_DATA = ("view_cache", "view_cache_gb")
 
 
 def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
@@ -46,7 +47,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
     def check_resume(saved, resolved, _):
         return cli.check_same(saved, resolved, _FREE)
 
-    return run.train(HeadExperiment, "train_head", config, workdir, check_resume, _FREE)
+    return run.train(HeadExperiment, "train_head", config, workdir, check_resume, _FREE, _FREE_DATA)
 
 
 if __name__ == "__main__":

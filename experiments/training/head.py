@@ -40,6 +40,7 @@ from spec_jax.train.objective import Batch, row_keys, target_view, with_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
+from spec_jax.train.view_cache import ViewCache
 
 
 class HeadSpec(NamedTuple):
@@ -321,6 +322,11 @@ class HeadExperiment(Experiment):
         taps = self.spec.config.taps
         view = functools.partial(target_view, config=self.target.config, taps=taps)
         self._view = self.placement.jit(view)
+        self._views = None
+        if config.data.view_cache:
+            max_bytes = int(config.data.view_cache_gb * 1e9)
+            of = self.frozen, self.target.config, taps, self.placement
+            self._views = ViewCache(config.data.view_cache, max_bytes, *of)
         step = functools.partial(
             train_step,
             objective=with_view(self.spec.objective, self.target.config, taps),
@@ -385,7 +391,15 @@ class HeadExperiment(Experiment):
         tokens = windows["tokens"]
         keys = row_keys(jax.random.fold_in(self._key, step), len(tokens))
         begins = windows["begins"] if self.config.data.has_document_masks else None
-        view = self._view(self.frozen, *place((tokens, begins))) if has_view else None
+        view = None
+
+        def compute(*windows):
+            return self._view(self.frozen, *place(windows))
+
+        if self._views is not None:
+            view = self._views.view(compute, tokens, begins)
+        elif has_view:
+            view = compute(tokens, begins)
         return place(Batch(tokens, windows["mask"], keys, view, begins))
 
     def _describe(self, step: int) -> str:

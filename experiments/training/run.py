@@ -101,6 +101,7 @@ def train(
     workdir: str | pathlib.Path,
     check_resume: Callable[[dict, dict, int], None],
     free: Sequence[str] = (),
+    hidden: Sequence[str] = (),
 ) -> dict[str, float] | None:
     """Runs or resumes an experiment.
 
@@ -112,6 +113,7 @@ def train(
       check_resume: Called with the saved config, this one and the last step; raises ConfigError if
         the run cannot go on with it.
       free: Keys whose files may change before a run goes on.
+      hidden: Keys of ``config.data`` that are not part of the saved config.
 
     Returns:
       The figures of the export; None if SIGTERM or Ctrl-C ended the run.
@@ -122,6 +124,8 @@ def train(
     """
     folder = cli.make_workdir(name, workdir).absolute()
     resolved = json.loads(config.to_json())
+    for key in hidden:
+        del resolved["data"][key]
     with Checkpoints(folder / "checkpoints") as checkpoints:
         last = checkpoints.last_step or 0
         # A run that has no checkpoint yet may have its best state, and evaluations.

@@ -8,6 +8,7 @@ import shutil
 import sys
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -27,6 +28,8 @@ from spec_jax import planning
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
 from spec_jax.planning.chips import Topology
+from spec_jax.train import view_cache
+from spec_jax.train.objective import View
 
 TEXT = "".join(f"line {i}\n" for i in range(200))
 
@@ -46,6 +49,17 @@ def packed(folder, *, text, template, bos, normalizer, **changes):
     with mock.patch.object(texts.packed, "write_packed", side_effect=write) as made:
         texts.load(data, tokenizer, folder / "data")
     return made.call_count // 2  # both splits
+
+
+def views(folder, *, embed, layer, tokens, begins, eps, taps, version):
+    """The target's states; returns how often they were computed."""
+    target = {"embed": jnp.asarray(embed), "layers": [jnp.asarray(layer, jnp.bfloat16)]}
+    made = mock.Mock(return_value=View(jnp.zeros((1, 3, 2)), jnp.ones((1, 3, 2))))
+    config = dataclasses.replace(LLAMA, rms_norm_eps=eps)
+    with mock.patch.object(view_cache, "__version__", version):
+        cache = view_cache.ViewCache(folder, 1 << 20, target, config, taps)
+    cache.view(made, np.asarray([tokens]), np.asarray([begins]))
+    return made.call_count
 
 
 def continuations(folder, *, weights, tokenizer, template, text, version, **changes):
@@ -81,6 +95,16 @@ def cells(folder, *, hbm_bytes, batch, eps, name, version):
     return made.call_count
 
 
+EMBED, LAYER = np.zeros((31, 16), np.float32), np.zeros((2, 3, 4), np.float32)
+
+
+def changed(array):
+    """A copy with another last value."""
+    other = array.copy()
+    other.flat[-1] = 1e-30
+    return other
+
+
 STORES = [  # each input: as it was, and as it is then
     (
         packed,
@@ -92,6 +116,18 @@ STORES = [  # each input: as it was, and as it is then
             "chat_template_kwargs": ("", '{"mark": 1}'),
             "held_out_share": (0.1, 0.2),
             "max_length": (0, 9000),
+        },
+    ),
+    (
+        views,
+        {
+            "embed": (EMBED, changed(EMBED)),
+            "layer": (LAYER, changed(LAYER)),
+            "tokens": ([1, 2, 3], [1, 2, 4]),
+            "begins": ([0, 0, 0], [0, 0, 2]),
+            "eps": (1e-6, 1e-5),
+            "taps": ((0, 1), (0, 2)),
+            "version": ("1", "2"),
         },
     ),
     (
@@ -232,8 +268,8 @@ def test_what_no_loader_reads_may_come_and_go(named, tmp_path, monkeypatch):
     assert not inputs.of_config(words)
 
 
-# Keys whose comments speak of the file of another one.
-NO_FILES = {"export_with_target", "max_prompt_tokens", "num_prompts"}
+# A cache, and keys whose comments speak of the file of another one.
+NO_FILES = {"view_cache", "export_with_target", "max_prompt_tokens", "num_prompts"}
 
 
 def test_keys_whose_comments_speak_of_files_are_checked():

@@ -44,9 +44,10 @@ def check_same(one, other):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["lm", "head"])
 def test_two_processes_train_as_one_device_does(what, files, tmp_path):
-    alone, two = (tmp_path / name for name in ("alone", "two"))
+    alone, two, views = (tmp_path / name for name in ("alone", "two", "views"))
     options = [f"--config.what={what}", f"--config.files={files}", f"--workdir={two}"]
     options += ["--config.mesh=data:2,tensor:2", f"--config.is_fully_sharded={what == 'lm'}"]
+    options += [f"--config.views={views if what == 'head' else ''}"]
     code, output = run(2, 2, WORKER, *options)
     assert code == 0, output
     final = train_worker.train(what, alone, files)
@@ -57,6 +58,21 @@ def test_two_processes_train_as_one_device_does(what, files, tmp_path):
     assert resumed.keys() == final.keys()
     for name, value in final.items():
         np.testing.assert_allclose(resumed[name], value, rtol=1e-4, err_msg=name)
+    if what == "head":
+        check_views(views, files, tmp_path / "again", alone)
+
+
+def check_views(views, files, folder, alone):
+    """Each process wrote its two rows of 6 batches and of one that is evaluated on twice, and one
+    process reads them all."""
+    stored = [(views.parent / f"stored_by_{i}").read_text().split() for i in range(2)]
+    assert [len(names) for names in stored] == [2 * (train_worker.STEPS + 1)] * 2
+    assert {path.stem for path in views.iterdir()} == {*stored[0], *stored[1]}
+    assert not {*stored[0]} & {*stored[1]}
+    before = {path: path.stat().st_mtime_ns for path in views.iterdir()}
+    train_worker.train("head", folder, files, views=str(views))
+    assert {path: path.stat().st_mtime_ns for path in views.iterdir()} == before
+    check_same(alone, folder)
 
 
 @pytest.mark.exhaustive

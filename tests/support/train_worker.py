@@ -12,7 +12,9 @@ from ml_collections import ConfigDict
 from configs import train_head_default, train_zoo_target
 from experiments import train_head, train_lm
 from experiments.run import cli
+from spec_jax import processes
 from spec_jax.data import python_source
+from spec_jax.train import view_cache
 
 STEPS = 6
 
@@ -20,6 +22,7 @@ STEPS = 6
 def get_config():
     return ConfigDict(
         {"what": "lm", "mesh": "", "is_fully_sharded": False, "files": "", "steps": STEPS}
+        | {"views": ""}
     )
 
 
@@ -61,16 +64,31 @@ def head_config(files):
     return config
 
 
-def train(what, workdir, files="", **changes):
+def record_what_is_stored():
+    """Each process writes the names of its views' files beside their folder."""
+    save = view_cache.save_file
+
+    def run(arrays, path):
+        with open(path.parents[1] / f"stored_by_{processes.index()}", "a") as file:
+            print(path.stem, file=file)
+        save(arrays, path)
+
+    view_cache.save_file = run
+
+
+def train(what, workdir, files="", views="", **changes):
     """Runs one of the experiments; ``what`` is "lm" or "head"."""
     config = lm_config() if what == "lm" else head_config(files)
     config.update(changes)
+    if views:
+        config.data.view_cache = views
     with few_documents():
         return (train_lm if what == "lm" else train_head).train(config, workdir)
 
 
 def main():
     values = _CONFIG.value.to_dict()
+    record_what_is_stored()
     train(values.pop("what"), _WORKDIR.value, **values)
 
 

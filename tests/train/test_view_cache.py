@@ -1,0 +1,100 @@
+"""Views kept on disk: bit-equal, bounded, of one target alone."""
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_models import LLAMA, random_tokens, random_weights
+
+from spec_jax.errors import ConfigError
+from spec_jax.train import view_cache
+from spec_jax.train.objective import target_view
+from spec_jax.train.placement import Placement
+from spec_jax.train.view_cache import ViewCache
+
+TAPS = (0, 2)
+
+
+class Counted:
+    """Computes views, and counts them."""
+
+    def __init__(self, params):
+        self.params, self.count = params, 0
+
+    def __call__(self, tokens, begins=None):
+        self.count += 1
+        return target_view(self.params, tokens, begins, config=LLAMA, taps=TAPS)
+
+
+def cache(folder, params, max_bytes=1 << 20, taps=TAPS, mesh=None):
+    return ViewCache(folder, max_bytes, params, LLAMA, taps, Placement.of(mesh))
+
+
+@pytest.mark.representatives("float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_view_is_computed_once_and_read_back_bit_equal(tmp_path, dtype):
+    params = random_weights(LLAMA, dtype=dtype)
+    compute, tokens = Counted(params), random_tokens(2, 9)
+    first = cache(tmp_path, params).view(compute, tokens)
+    again = cache(tmp_path, params).view(compute, tokens)
+    assert compute.count == 1
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert again.hidden.dtype == first.hidden.dtype
+
+
+def test_other_tokens_targets_and_taps_have_views_of_their_own(tmp_path):
+    params, other = random_weights(LLAMA), random_weights(LLAMA, seed=1)
+    compute, tokens = Counted(params), random_tokens(2, 9)
+    cache(tmp_path, params).view(compute, tokens)
+    cache(tmp_path, params).view(compute, random_tokens(2, 9, seed=1))
+    cache(tmp_path, other).view(compute, tokens)
+    cache(tmp_path, params, taps=(1,)).view(compute, tokens)
+    cache(tmp_path, params).view(compute, tokens, np.minimum(tokens, 1))
+    assert compute.count == 5
+
+
+def test_a_target_is_the_same_whether_its_weights_are_hashed_whole_or_in_parts(monkeypatch):
+    target = {"w": jax.numpy.arange(14.0).reshape(7, 2)}
+    whole = view_cache._fingerprint(target, LLAMA, TAPS)
+    monkeypatch.setattr(view_cache, "_PART_BYTES", 24)
+    assert view_cache._fingerprint(target, LLAMA, TAPS) == whole
+
+
+@pytest.mark.parametrize("one, other", [(None, "data:2,tensor:2"), ("data:4", None)])
+def test_a_view_that_one_mesh_stored_is_read_to_another(tmp_path, one, other):
+    """On a mesh each device has its own rows; what lies on several devices is stored once."""
+    params = random_weights(LLAMA)
+    compute, tokens = Counted(params), random_tokens(4, 9)
+    first = cache(tmp_path, params, mesh=one).view(compute, tokens)
+    again = cache(tmp_path, params, mesh=other).view(compute, tokens)
+    assert compute.count == 1 and len(list(tmp_path.iterdir())) == 4
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    if other is not None:
+        rows = [shard.index[0] for shard in again.hidden.addressable_shards]
+        assert {(row.start, row.stop) for row in rows} == {(0, 2), (2, 4)}
+
+
+def test_a_full_cache_keeps_the_oldest(tmp_path):
+    params = random_weights(LLAMA)
+    compute = Counted(params)
+    views = [random_tokens(2, 9, seed=seed) for seed in range(5)]
+    size = 2 * (9 * (16 * len(TAPS) + 16) * 4 + 512)
+    for tokens in views:
+        cache(tmp_path, params, 2 * size).view(compute, tokens)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2 * 2 and sum(path.stat().st_size for path in files) <= 2 * size
+    cache(tmp_path, params).view(compute, views[0])
+    assert compute.count == 5
+    with pytest.raises(ConfigError, match="max_bytes is -1"):
+        cache(tmp_path, params, -1)
+
+
+def test_a_damaged_file_is_computed_anew(tmp_path):
+    params = random_weights(LLAMA)
+    compute, tokens = Counted(params), random_tokens(2, 9)
+    expected = cache(tmp_path, params).view(compute, tokens)
+    path = min(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes()[:100])
+    found = cache(tmp_path, params).view(compute, tokens)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    cache(tmp_path, params).view(compute, tokens)
+    assert compute.count == 2
