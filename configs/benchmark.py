@@ -41,7 +41,6 @@ def get_config() -> ConfigDict:
             "slots": 1024,  # of the cache
             "prompt_tokens": 64,  # of every prompt
             "new_tokens": 96,  # of every output
-            "plain_tokens": 24,  # decoded by each plain loop that is tried
             "k": 4,  # drafted tokens a round
             "conditional_rate": 0.8,  # acceptance of every position
             "repeats": 5,  # interleaved timings, whose median counts
@@ -86,10 +85,9 @@ def get_config() -> ConfigDict:
     config.bars = ConfigDict(
         {
             "verify": 1.35,  # verify pass over plain pass, of the large shape; at most
-            "round": 1.10,  # round over the sum of its parts; at most
-            "predicted": 0.95,  # measured over predicted; at least
+            "round": 1.10,  # round over its passes alone; at most
             "draft": 0.15,  # a token of a draft model over a target pass; at most
-            "no_draft": 1.05,  # generate at K = 0 over the fastest plain loop; at most
+            "no_draft": 1.05,  # generate at K = 0 over a plain loop; at most
             "memory": 1.6,  # plain decoding of the large shape over reading its weights; at most
             "training": 0.5,  # FLOP rate of a step over that of its largest products; at least
             "peers": 4.0,  # tokens per second over transformers' assisted generation; at least

@@ -28,7 +28,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
-from experiments.benchmarks import peers, synthetic, training
+from experiments.benchmarks import llama110m, peers, training
 from experiments.benchmarks.table import HEADER, Line
 from experiments.run import cli, report
 from spec_jax.errors import ConfigError, SpecJaxError
@@ -36,7 +36,7 @@ from spec_jax.show.tables import Section, table
 
 # Each has ``check(config)``, which raises ConfigError if a value of its section is out of range,
 # and ``measure(config, records) -> Result``, given the records of the parts before it by name.
-PARTS = {"llama110m": synthetic, "training": training, "peers": peers}
+PARTS = {"llama110m": llama110m, "training": training, "peers": peers}
 
 
 def run(

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.shapes import DTYPES, listed
-from experiments.benchmarks.table import Line, Result
+from experiments.benchmarks.shapes import DTYPES
+from experiments.benchmarks.table import Line, Result, listed
 from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
 from experiments.run import cli
 from spec_jax.data import questions, sources

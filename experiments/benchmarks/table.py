@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from spec_jax.evaluation.timing import spread
 from spec_jax.show.tables import Section
@@ -77,3 +79,8 @@ class Result(NamedTuple):
     record: dict[str, Any]
     notes: Sequence[str] = ()
     sections: Sequence[Section] = ()
+
+
+def listed(times: Mapping[Any, np.ndarray]) -> dict[str, list[float]]:
+    """Returns times for the record, by name as text."""
+    return {str(name): values.tolist() for name, values in times.items()}

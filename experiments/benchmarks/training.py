@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.benchmarks.shapes import facts, listed, random_model
-from experiments.benchmarks.table import Line, Result
+from experiments.benchmarks.shapes import facts, random_model
+from experiments.benchmarks.table import Line, Result, listed
 from experiments.run import cli
 from spec_jax.drafters.eagle.model import EagleConfig, head_table, init_head
 from spec_jax.drafters.eagle.objective import EAGLE3
