@@ -12,6 +12,8 @@ than the standalone draft. docs/evaluate.md explains what comes out.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from spec_jax.config.sampler import options
+
 
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
@@ -52,16 +54,9 @@ def get_config() -> ConfigDict:
     config.copying_rules = ("match",)  # likewise, of "ngram" and "suffix"
     config.ngram_max = 3  # the longest suffix that is looked up
     config.ngram_min = 1  # the shortest
-    config.sampler = ConfigDict(
-        {
-            "top_k": 0,  # keep the k likeliest tokens; 0: all
-            "top_p": 1.0,  # keep the likeliest tokens up to this probability
-            "min_p": 0.0,  # drop tokens below this share of the likeliest one
-            "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
-            "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
-            "frequency_penalty": 0.0,  # subtracted once for each time in the output
-        }
-    )
+    # Filters and penalties, see SamplerConfig; temperatures and seeds are chosen apart.
+    stages = {name: x.default for name, x in options().items() if "stage" in x.metadata}
+    config.sampler = ConfigDict(stages)
     config.draft_temperature = placeholder(float)  # above temperature 0; by default: its own
     config.repeats = 2  # turns of each batch; their median counts
     # "group" keeps the repeats of a question together and saves each question; "spread" spreads

@@ -14,6 +14,8 @@ the last prompt has been taken.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from spec_jax.config.sampler import options
+
 
 def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
@@ -37,16 +39,9 @@ def get_config() -> ConfigDict:
     config.tests_share = 0.25  # of the standard library's own tests
     config.max_new_tokens = 192  # maximum output tokens of a response
     config.temperatures = (0.0, 1.0)  # prompt i has number i modulo their count
-    config.sampler = ConfigDict(
-        {
-            "top_k": 0,  # keep the k likeliest tokens; 0: all
-            "top_p": 1.0,  # keep the likeliest tokens up to this probability
-            "min_p": 0.0,  # drop tokens below this share of the likeliest one
-            "repetition_penalty": 1.0,  # divides logits of tokens in prompt and output; 1: none
-            "presence_penalty": 0.0,  # subtracted from logits of tokens in the output
-            "frequency_penalty": 0.0,  # subtracted once for each time in the output
-        }
-    )
+    # Filters and penalties, see SamplerConfig; temperatures and seeds are chosen apart.
+    stages = {name: x.default for name, x in options().items() if "stage" in x.metadata}
+    config.sampler = ConfigDict(stages)
     # Chooses the pieces. Temperature number i samples with seed + i, and anew for each prompt.
     config.seed = 0
     config.batch = 32  # rows decoded together; in float32 it may change between runs

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from spec_jax.config.sampler import options
 from spec_jax.engine.request import ambiguous_limit
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.version import __version__
@@ -67,21 +68,14 @@ def _add_generate(commands) -> None:
         "--max-length", type=int, metavar="N", help="maximum tokens of prompt and output together"
     )
     limit.add_argument("--max-tokens", help=argparse.SUPPRESS)  # refused, with both choices
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="of target and draft; default: %(default)s, greedy",
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample among the likeliest tokens up to this probability; default: %(default)s, all",
-    )
-    add("--seed", type=int, default=0, help="of the random numbers; default: %(default)s")
+    for name, field in options().items():
+        add(
+            f"--{name.replace('_', '-')}",
+            type=type(field.default),
+            default=field.default,
+            metavar="N",
+            help=f"{field.metadata['help']}; default: %(default)s",
+        )
     add(
         "--dtype",
         default="float32",
@@ -174,9 +168,7 @@ def generate(args: argparse.Namespace) -> int:
         config,
         drafter=args.drafter,
         rule=args.rule,
-        target_sampler=spec_jax.SamplerConfig(
-            temperature=args.temperature, top_p=args.top_p, seed=args.seed
-        ),
+        target_sampler=spec_jax.SamplerConfig(**{name: getattr(args, name) for name in options()}),
     )
     call = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompts": prompt}
     limits = {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}

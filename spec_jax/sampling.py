@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import math
 import operator
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import GREEDY_BELOW, SamplerConfig
+from spec_jax.config import GREEDY_BELOW, SamplerConfig, columns
 from spec_jax.errors import ConfigError
 from spec_jax.processors import Active, from_configs
 from spec_jax.sharding import EVERY_AXIS, by_row, gather_rows
@@ -24,15 +23,6 @@ _NARROW = 128  # logits that top-k and top-p try first; all are sorted only if t
 
 Samplers = SamplerConfig | Sequence[SamplerConfig]
 """One config for all rows, or one for each row."""
-
-
-@flax.struct.dataclass
-class Filters:
-    """Which tokens may be drawn; applied in this order."""
-
-    top_k: jax.Array  # i32[B], 0 is off
-    top_p: jax.Array  # f32[B]
-    log_min_p: jax.Array  # f32[B], -inf is off
 
 
 @flax.struct.dataclass
@@ -46,14 +36,14 @@ class Sampler:
     seed: jax.Array  # u32[B]
     temperature: jax.Array | None = None  # f32[B]; None: every row takes the argmax
     processors: tuple[Active, ...] = ()  # with their states, once the prompts are known
-    filters: Filters | None = None
+    filters: dict[str, jax.Array] | None = None  # see ``filters_of``
     # Updates that the row's rounds have read, of the drafter's memory and of the choice of K; they
     # enter the row's noise (see ``rng``). None where nothing learns from outputs.
     learned: jax.Array | None = None  # u32[B,2]
 
     def _features(self) -> set[str]:
         """What the compiled program does, in words."""
-        columns = {"a temperature": self.temperature, "filters (top_k, top_p, min_p)": self.filters}
+        columns = {"a temperature": self.temperature, "filters": self.filters}
         names = {f"processor {active.processor.name!r}" for active in self.processors}
         return {name for name, column in columns.items() if column is not None} | names
 
@@ -223,26 +213,13 @@ def make_sampler(
         own_seeds = [c.seed for c in configs]
     if len(configs) != batch:
         raise ConfigError(f"{len(configs)} sampler configs for {batch} rows; expected one each")
-    seeds = _seed_column(own_seeds if seeds is None else seeds, batch)
-    warm = [c for c in configs if c.temperature >= GREEDY_BELOW]  # no filter changes an argmax
-    has_filters = any(c.top_k > 0 or c.top_p < 1 or c.min_p > 0 for c in warm)
-
-    def column(values, dtype=jnp.float32):
-        return jnp.asarray(list(values), dtype)
-
-    # Both in float64: float32 rounds some temperatures up to GREEDY_BELOW, and small min_p to 0.
-    temperatures = (c.temperature if c.temperature >= GREEDY_BELOW else 0.0 for c in configs)
-    log_min_p = (math.log(c.min_p) if c.min_p > 0 else -math.inf for c in configs)
-    filters = Filters(
-        top_k=column((c.top_k for c in configs), jnp.int32),
-        top_p=column(c.top_p for c in configs),
-        log_min_p=column(log_min_p),
-    )
+    # In float64: float32 rounds some temperatures up to GREEDY_BELOW.
+    temperatures = [c.temperature if c.temperature >= GREEDY_BELOW else 0.0 for c in configs]
     return Sampler(
-        seed=seeds,
-        temperature=column(temperatures) if warm else None,
+        seed=_seed_column(own_seeds if seeds is None else seeds, batch),
+        temperature=jnp.asarray(temperatures, jnp.float32) if any(temperatures) else None,
         processors=from_configs(configs, vocab_size),
-        filters=filters if has_filters else None,
+        filters=filters_of(configs),
     )
 
 
@@ -324,12 +301,56 @@ def _process(logits, sampler, drafted, is_before, *, is_argmax):
             x = jnp.where(x == 0, 0.0, x)  # sorting would tell -0.0 from 0.0
             # Without the barrier XLA may compute x twice, rounded otherwise, and drop all tokens.
             x = jax.lax.optimization_barrier(x)
-            x = jnp.where(_is_dropped(x, sampler.filters), -jnp.inf, x)
+            x = jnp.where(is_dropped(x, sampler.filters), -jnp.inf, x)
     rows = is_greedy[:, None, None]
     return jax.lax.cond(is_greedy.any(), lambda: jnp.where(rows, point(), x), lambda: x)
 
 
-def _is_dropped(x_BTV, filters: Filters):
+def filters_of(configs: Sequence[SamplerConfig]) -> dict[str, jax.Array] | None:
+    """Returns the filters of each row; None where no row that is sampled has any.
+
+    Args:
+      configs: one for each row.
+    """
+    warm = [config for config in configs if config.temperature >= GREEDY_BELOW]
+    if columns(warm, "filters") is None:  # no filter changes an argmax
+        return None
+    filters = {name: np.asarray(x) for name, x in columns(configs, "filters").items()}
+    with np.errstate(divide="ignore"):  # in float64: float32 rounds small min_p to 0
+        filters["log_min_p"] = np.log(filters.pop("min_p"))
+    kinds = {"i": jnp.int32, "f": jnp.float32}
+    return {name: jnp.asarray(x, kinds[x.dtype.kind]) for name, x in filters.items()}
+
+
+def reference_filters(logits: np.ndarray, config: SamplerConfig) -> np.ndarray:
+    """Computes what the filters make of one distribution in float64, as an oracle of them.
+
+    Args:
+      logits: f64[V], after penalties and temperature.
+      config: the sampling parameters.
+
+    Returns:
+      f64[V], a distribution.
+    """
+    x = np.array(logits)
+    if config.top_k:
+        x[x < np.sort(x)[::-1][min(config.top_k, len(x)) - 1]] = -np.inf
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    if config.top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        mass = 0.0
+        for rank, token in enumerate(order):
+            if mass >= config.top_p:
+                p[order[rank:]] = 0.0
+                break
+            mass += p[token]
+        p /= p.sum()
+    p[p < config.min_p * p.max()] = 0.0
+    return p / p.sum()
+
+
+def is_dropped(x_BTV: jax.Array, filters: dict[str, jax.Array]) -> jax.Array:
     """Returns bool[B,T,V], the logits that top-k, then top-p, then min-p drop; never a NaN.
 
     Top-k and min-p keep what reaches a threshold, and top-p the logits up to one of them: of those
@@ -345,12 +366,12 @@ def _is_dropped(x_BTV, filters: Filters):
 
         kept = jax.lax.cond(is_enough, lambda: kept, of_all)
     kth, nucleus, last_id = kept
-    floor = jnp.maximum(kth, best + filters.log_min_p[:, None, None])
+    floor = jnp.maximum(kth, best + filters["log_min_p"][:, None, None])
     is_later = (x_BTV == nucleus) & (jnp.arange(V) > last_id)
     return (x_BTV < jnp.maximum(floor, nucleus)) | is_later
 
 
-def _of_largest(x_BTV, best, filters: Filters, width: int):
+def _of_largest(x_BTV, best, filters, width: int):
     """Finds what top-k and top-p keep of the ``width`` largest logits.
 
     Returns:
@@ -358,8 +379,8 @@ def _of_largest(x_BTV, best, filters: Filters, width: int):
       [B,T,1]), and whether the ``width`` largest are enough.
     """
     V = x_BTV.shape[-1]
-    top_k = jnp.where(filters.top_k == 0, V, jnp.minimum(filters.top_k, V))[:, None, None]
-    top_p = filters.top_p[:, None, None]
+    top_k = jnp.where(filters["top_k"] == 0, V, jnp.minimum(filters["top_k"], V))[:, None, None]
+    top_p = filters["top_p"][:, None, None]
     top, ids = jax.lax.top_k(x_BTV, width)  # equal logits in the order of their ids
     kth = jnp.where(top_k < V, _kept_by_top_k(top, top_k), -jnp.inf)
     mass = jnp.where(x_BTV >= kth, jnp.exp(x_BTV - best), 0.0).sum(axis=-1, keepdims=True)

@@ -18,10 +18,10 @@ from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
 from spec_jax.processors import TokenCounts
 from spec_jax.sampling import (
-    _is_dropped,
     _one_by_one,
     argmax,
     draft_samplers,
+    is_dropped,
     make_sampler,
     process,
     sample,
@@ -215,7 +215,7 @@ def test_tied_logits_of_many_seeds_are_filtered_as_by_the_oracle(vocab):
 def test_the_narrow_width_is_not_found_by_sorting_everything():
     """XLA sorts if the values are sliced again; on a CPU that takes twenty times as long."""
     sampler = make_sampler(EACH["all"], 1, WIDE)
-    program = jax.jit(_is_dropped).lower(jnp.zeros((1, 2, WIDE)), sampler.filters).compile()
+    program = jax.jit(is_dropped).lower(jnp.zeros((1, 2, WIDE)), sampler.filters).compile()
     lines = program.as_text().splitlines()
     assert sum("TopK" in line for line in lines) == sum(" sort(" in line for line in lines) == 1
 

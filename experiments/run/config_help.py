@@ -16,6 +16,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
+from spec_jax.config import sampler
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WIDTH = 100
 _IMPORTED = re.compile(r"^from configs import ([\w, ]+)$", re.MULTILINE)
@@ -100,7 +102,7 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
     """Returns the value and the meaning of each key of a config file, in the file's order.
 
     A key without a comment has that of the first key of the same name in another section, or in a
-    config that the file imports.
+    config that the file imports; or, in the section ``sampler``, the help of ``SamplerConfig``.
     """
     known = comments(path)
     values = flat(load(path))
@@ -115,7 +117,9 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
     keys = sorted(values, key=lambda key: order.get(key, order.get(key.partition(".")[0], last)))
 
     def said(key):
-        return known.get(key) or by_name.get(key.rpartition(".")[2], "")
+        section, _, name = key.rpartition(".")
+        option = sampler.options().get(name) if section == "sampler" else None
+        return known.get(key) or by_name.get(name) or (option and option.metadata["help"]) or ""
 
     return {key: (values[key], said(key)) for key in keys}
 

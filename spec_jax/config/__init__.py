@@ -12,7 +12,7 @@ from spec_jax.config.records import (
     TreeConfig,
     TypicalConfig,
 )
-from spec_jax.config.sampler import GREEDY_BELOW, SamplerConfig
+from spec_jax.config.sampler import GREEDY_BELOW, SamplerConfig, columns
 from spec_jax.config.speculative import METHODS, STRATEGIES, SpeculativeConfig
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "TypicalConfig",
     "build",
     "check_integer",
+    "columns",
 ]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_jax.config.checks import check, is_integer, is_number
+from spec_jax.config.checks import check, check_options, integer, is_integer, is_number, number
 from spec_jax.config.read import ConfigRecord
 from spec_jax.errors import ConfigError
 from spec_jax.show.summary import short_repr
@@ -45,16 +44,38 @@ class SamplerConfig(ConfigRecord):
         target, so one draft sampler draws other drafts for each row.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = number(0.0, 0, _LARGEST, help="of target and draft; 0 is greedy")
+    top_k: int = integer(0, stage="filters", help="keep the k likeliest tokens; 0: all")
+    top_p: float = number(
+        1.0, 1e-30, 1, stage="filters", help="keep the likeliest tokens up to this probability"
+    )
+    min_p: float = number(
+        0.0, 0, 1, stage="filters", help="drop tokens below this share of the likeliest one"
+    )
+    repetition_penalty: float = number(
+        1.0,
+        1e-10,
+        1e10,
+        stage="penalties",
+        help="divides logits of tokens in prompt and output; 1: none",
+    )
+    presence_penalty: float = number(
+        0.0,
+        -_LARGEST,
+        _LARGEST,
+        stage="penalties",
+        help="subtracted from logits of tokens in the output",
+    )
+    frequency_penalty: float = number(
+        0.0,
+        -_LARGEST,
+        _LARGEST,
+        stage="penalties",
+        help="subtracted once for each time in the output",
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()
     processors: tuple[Any, ...] = ()
-    seed: int = 0
+    seed: int = integer(0, 0, 2**32 - 1, help="of the random numbers")
 
     __repr__ = short_repr("temperature")
 
@@ -86,24 +107,7 @@ class SamplerConfig(ConfigRecord):
 
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            value = getattr(self, name)
-            is_fit = is_number(value) and abs(value) <= _LARGEST
-            check(is_fit, name, value, f"a number of magnitude up to {_LARGEST:g}")
-        check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        check(is_integer(self.top_k), "top_k", self.top_k, "an integer of 0 or more")
-        check(1e-30 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        is_fit = 1e-10 <= self.repetition_penalty <= 1e10
-        expected = "a number in [1e-10, 1e10]"
-        check(is_fit, "repetition_penalty", self.repetition_penalty, expected)
+        check_options(self)
 
         def is_processor(x):
             return all(callable(getattr(x, n, None)) for n in ("init", "advance"))
@@ -111,9 +115,26 @@ class SamplerConfig(ConfigRecord):
         is_tuple = isinstance(self.processors, tuple) and not is_processor(self.processors)
         are_processors = is_tuple and all(map(is_processor, self.processors))
         check(are_processors, "processors", self.processors, "a tuple of spec_jax.Processor")
-        is_seed = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
-        is_seed = is_seed and 0 <= self.seed < 2**32
-        check(is_seed, "seed", self.seed, "an integer in [0, 2**32)")
+
+
+def options() -> dict[str, dataclasses.Field]:
+    """Returns the fields of ``SamplerConfig`` that are numbers, by name; each has a ``help``."""
+    return {x.name: x for x in dataclasses.fields(SamplerConfig) if x.metadata}
+
+
+def columns(configs: Sequence[SamplerConfig], stage: str) -> dict[str, list] | None:
+    """Returns the options of a stage of sampling by name, with a value for each config.
+
+    Args:
+      configs: one for each row.
+      stage: "filters" or "penalties".
+
+    Returns:
+      The values, or None where all configs have the defaults, which change nothing.
+    """
+    fields = [x for x in options().values() if x.metadata.get("stage") == stage]
+    values = {x.name: [getattr(config, x.name) for config in configs] for x in fields}
+    return values if any(set(values[x.name]) - {x.default} for x in fields) else None
 
 
 # What generation_config.json may hold without changing which tokens are drawn: any value of these,

@@ -9,15 +9,7 @@ docs/processors.md:
 
 from spec_jax.processors.active import Active, from_configs
 from spec_jax.processors.bias import LOGIT_BIAS
-from spec_jax.processors.penalties import PENALTIES, Penalties, TokenCounts
+from spec_jax.processors.penalties import PENALTIES, TokenCounts
 from spec_jax.processors.tokens import by_token
 
-__all__ = [
-    "LOGIT_BIAS",
-    "PENALTIES",
-    "Active",
-    "Penalties",
-    "TokenCounts",
-    "by_token",
-    "from_configs",
-]
+__all__ = ["LOGIT_BIAS", "PENALTIES", "Active", "TokenCounts", "by_token", "from_configs"]

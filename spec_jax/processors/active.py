@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.config import SamplerConfig
+from spec_jax.config import SamplerConfig, columns
 from spec_jax.contracts import Processor
 from spec_jax.errors import ConfigError
 from spec_jax.processors.bias import LOGIT_BIAS, bias_of
-from spec_jax.processors.penalties import PENALTIES, penalties_of
+from spec_jax.processors.penalties import PENALTIES
 
 
 @flax.struct.dataclass
@@ -61,7 +61,10 @@ def from_configs(configs: Sequence[SamplerConfig], vocab_size: int) -> tuple[Act
     Raises:
       ConfigError: a biased id is not in the vocabulary, or two processors have one name.
     """
-    own = {LOGIT_BIAS: bias_of(configs, vocab_size), PENALTIES: penalties_of(configs)}
+    penalties = columns(configs, "penalties")
+    if penalties is not None:
+        penalties = {name: np.asarray(x, np.float32) for name, x in penalties.items()}
+    own = {LOGIT_BIAS: bias_of(configs, vocab_size), PENALTIES: penalties}
     used = {p: jax.tree.map(jnp.asarray, params) for p, params in own.items() if params is not None}
     given = dict.fromkeys(p for config in configs for p in config.processors)
     names = [p.name for p in (*own, *given)]

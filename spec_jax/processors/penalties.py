@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Processor
-
-
-@flax.struct.dataclass
-class Penalties:
-    """The penalties of each row: the parameters of the processor."""
-
-    repetition: jax.Array  # f32[B]
-    presence: jax.Array  # f32[B]
-    frequency: jax.Array  # f32[B]
 
 
 @flax.struct.dataclass
@@ -28,15 +15,6 @@ class TokenCounts:
 
     prompt: jax.Array  # bool[B,V], in the prompt
     output: jax.Array  # i32[B,V], times in the output, the pending token included
-
-
-def penalties_of(configs: Sequence[SamplerConfig]) -> Penalties | None:
-    """Returns the penalties of each row; None where no row has any."""
-    off = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    columns = {name: [getattr(c, f"{name}_penalty") for c in configs] for name in off}
-    if all(set(column) == {off[name]} for name, column in columns.items()):
-        return None
-    return Penalties(**{name: np.asarray(x, np.float32) for name, x in columns.items()})
 
 
 def _init(tokens: jax.Array, length: jax.Array, vocab_size: int) -> TokenCounts:
@@ -50,13 +28,14 @@ def _advance(counts: TokenCounts, tokens: jax.Array, n: jax.Array) -> TokenCount
     return counts.replace(output=counts.output.at[tokens].add(is_new))
 
 
-def _apply(penalties: Penalties, counts: TokenCounts, x_TV, drafted, is_before):
+def _apply(penalties: dict[str, jax.Array], counts: TokenCounts, x_TV, drafted, is_before):
     """Applies penalties by the row's counts, then again to the few tokens that drafts change."""
 
     def penalty(x, output, is_seen):
-        r = penalties.repetition
+        r = penalties["repetition_penalty"]
         x = jnp.where(is_seen, jnp.where(x > 0, x / r, x * r), x)
-        return x - penalties.presence * (output > 0) - penalties.frequency * output
+        x -= penalties["presence_penalty"] * (output > 0)
+        return x - penalties["frequency_penalty"] * output
 
     penalised = penalty(x_TV, counts.output, counts.prompt | (counts.output > 0))
     T, V = x_TV.shape
@@ -73,7 +52,7 @@ def _apply(penalties: Penalties, counts: TokenCounts, x_TV, drafted, is_before):
 
 
 PENALTIES = Processor("penalties", _init, _apply, _advance)
-"""The penalties of ``SamplerConfig``, with ``Penalties`` and ``TokenCounts`` of one row.
+"""The penalties of ``SamplerConfig``, by name, and ``TokenCounts`` of one row.
 
 Source: the logits processors of transformers, and the penalties of the OpenAI API.
 """

@@ -12,6 +12,7 @@ from scipy.stats import binom, chi2
 
 from spec_jax.config import GREEDY_BELOW, SamplerConfig
 from spec_jax.contracts import Processor
+from spec_jax.sampling import reference_filters
 
 
 def penalised(
@@ -80,22 +81,7 @@ def reference_distribution(
         return np.zeros(len(x))
     if config.temperature < GREEDY_BELOW:
         return np.eye(len(x))[int(np.argmax(x))]
-    x = x / config.temperature
-    if config.top_k:
-        x[x < np.sort(x)[::-1][min(config.top_k, len(x)) - 1]] = -np.inf
-    p = np.exp(x - x.max())
-    p /= p.sum()
-    if config.top_p < 1:
-        order = np.argsort(-p, kind="stable")
-        mass = 0.0
-        for rank, token in enumerate(order):
-            if mass >= config.top_p:
-                p[order[rank:]] = 0.0
-                break
-            mass += p[token]
-        p /= p.sum()
-    p[p < config.min_p * p.max()] = 0.0
-    return p / p.sum()
+    return reference_filters(x / config.temperature, config)
 
 
 LogitsOf = Callable[[Any, Sequence[int]], np.ndarray]
