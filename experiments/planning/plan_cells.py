@@ -156,7 +156,7 @@ def _cell_without_floor(
 
 def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dict:
     models = job.target, job.draft
-    round_ = roofline.decode_round(*models, job.num_draft, job.setting, job.tree_shape)
+    round_ = roofline.round_work(*models, job.num_draft, job.setting, job.tree_shape)
     static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
     chip = topology.chip
     return {

@@ -118,7 +118,7 @@ def _known(values: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> Any:
-    """Returns what ``plan.Job`` and ``roofline.decode_round`` take as a draft.
+    """Returns what ``plan.Job`` and ``roofline.round_work`` take as a draft.
 
     Args:
       name: an objective such as "eagle3" or "mtp", for a new head of the target; a method that

@@ -55,7 +55,7 @@ def layer_of(config: HeadConfig) -> Any:
 
 
 class DraftPass(NamedTuple):
-    """Passes of a round that are alike, as the planner, the timers and the prediction read them.
+    """A pass of the drafter, ``count`` times a round; read by the planner and the profiler.
 
     Attributes:
       name: "refresh", where a head reads the target's new states, or "draft".

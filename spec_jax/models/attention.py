@@ -277,7 +277,7 @@ def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     sums = (zeros - 1e30, zeros, jnp.zeros((*zeros.shape, values.shape[-1]), jnp.float32))
 
-    # The second bound is the one that the compiled text states.
+    # The second bound is redundant: from it XLA infers a static trip count, which plans read.
     def more(carry):
         return (carry[0] < used) & (carry[0] < count)
 

@@ -16,11 +16,9 @@ _GB = 10**9
 _GIB = 2**30
 _TERA = 10**12
 _CLOUD = "https://docs.cloud.google.com/tpu/docs"
-_NVIDIA = "NVIDIA"
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
-_SERVER = ("1", "2", "4", "8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +66,11 @@ class Chip:
         )
 
 
+def _gpu(name, gb, gb_s, tflops, link_gb_s, source, shapes=("1", "2", "4", "8")) -> Chip:
+    figures = gb * _GB, gb_s * _GB, tflops * _TERA, link_gb_s * _GB
+    return Chip(name, *figures, f"NVIDIA {source}", shapes)
+
+
 # Google publishes inter-chip bandwidth in both directions together (1,200 GB/s for v5p, whose
 # older page says 4,800 Gb/s in one), NVIDIA likewise that of NVLink: a half leaves the chip.
 _CHIPS = (
@@ -79,69 +82,16 @@ _CHIPS = (
     Chip("v6e", 32 * _GB, 1638 * _GB, 918 * _TERA, 400 * _GB, f"{_CLOUD}/v6e", _FLAT),
     # Two TensorCores, each with its half of the memory, are two devices: same page.
     Chip("tpu7x", 192 * _GIB, 7380 * _GB, 2307 * _TERA, 600 * _GB, f"{_CLOUD}/tpu7x", _CUBIC, 2),
-    Chip(
-        "a100",
-        80 * _GB,
-        2039 * _GB,
-        312 * _TERA,
-        300 * _GB,
-        f"{_NVIDIA} A100 datasheet, column A100 80GB SXM",
-        _SERVER,
-    ),
-    Chip(
-        "a100-40gb",
-        40 * _GB,
-        1555 * _GB,
-        312 * _TERA,
-        300 * _GB,
-        f"{_NVIDIA} A100 datasheet of 2020, column A100 40GB SXM",
-        _SERVER,
-    ),
-    Chip(
-        "a100-pcie",
-        80 * _GB,
-        1935 * _GB,
-        312 * _TERA,
-        32 * _GB,
-        f"{_NVIDIA} A100 datasheet, column A100 80GB PCIe (without an NVLink bridge)",
-        _SERVER,
-    ),
-    Chip(
-        "h100",
-        80 * _GB,
-        3350 * _GB,
-        989.4 * _TERA,
-        450 * _GB,
-        f"{_NVIDIA} H100 datasheet, column H100 SXM, without sparsity",
-        _SERVER,
-    ),
-    Chip(
-        "h200",
-        141 * _GB,
-        4800 * _GB,
-        989.4 * _TERA,
-        450 * _GB,
-        f"{_NVIDIA} H200 datasheet, column H200 SXM, without sparsity",
-        _SERVER,
-    ),
-    Chip(
-        "b200",
-        180 * _GB,
-        8000 * _GB,
-        2250 * _TERA,
-        900 * _GB,
-        f"{_NVIDIA} HGX B200 datasheet, one of eight, without sparsity",
-        _SERVER,
-    ),
-    Chip(
-        "rtx3090",
-        24 * _GB,
-        936 * _GB,
-        71 * _TERA,
-        56 * _GB,
-        f"{_NVIDIA} GA102 whitepaper, GeForce RTX 3090: bfloat16 summed in float32, NVLink bridge",
-        _SERVER[:2],
-    ),
+    _gpu("a100", 80, 2039, 312, 300, "A100 datasheet, column A100 80GB SXM"),
+    _gpu("a100-40gb", 40, 1555, 312, 300, "A100 datasheet of 2020, column A100 40GB SXM"),
+    # Without an NVLink bridge.
+    _gpu("a100-pcie", 80, 1935, 312, 32, "A100 datasheet, column A100 80GB PCIe"),
+    # Without sparsity, as all below.
+    _gpu("h100", 80, 3350, 989.4, 450, "H100 datasheet, column H100 SXM"),
+    _gpu("h200", 141, 4800, 989.4, 450, "H200 datasheet, column H200 SXM"),
+    _gpu("b200", 180, 8000, 2250, 900, "HGX B200 datasheet, one of eight"),
+    # Bfloat16 summed in float32, NVLink bridge.
+    _gpu("rtx3090", 24, 936, 71, 56, "GA102 whitepaper, GeForce RTX 3090", ("1", "2")),
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 

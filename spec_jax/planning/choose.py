@@ -84,7 +84,7 @@ def options(
 
     Args:
       target: the target's config.
-      draft: see ``roofline.decode_round``.
+      draft: see ``roofline.round_work``.
       tokens: expected tokens of a round for K = 0, 1, ..., see ``roofline.best``; one alone, 1.0,
         for plain decoding.
       topology: the chips.

@@ -10,110 +10,45 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.families import AnyConfig, family_of, read_config
 
-
-def _llama(**sizes) -> ModelConfig:
-    return ModelConfig(rms_norm_eps=1e-5, scan_layers=True, **sizes)
-
-
-def _llama3(factor: float, **sizes) -> ModelConfig:
-    rope = RopeConfig("llama3", 5e5, factor, original_max_position_embeddings=8192)
-    return _llama(vocab_size=128256, max_position_embeddings=131072, rope=rope, **sizes)
-
-
-def _qwen3(**sizes) -> ModelConfig:
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=151936,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope=RopeConfig(rope_theta=1e6),
-        scan_layers=True,
-        **sizes,
-    )
-
-
+_LLAMA = {"rms_norm_eps": 1e-5}
+_LLAMA3 = _LLAMA | {"vocab_size": 128256, "max_position_embeddings": 131072}
+_LLAMA31, _LLAMA32 = (
+    _LLAMA3 | {"rope": RopeConfig("llama3", 5e5, factor, original_max_position_embeddings=8192)}
+    for factor in (8, 32)
+)
+_VICUNA = _LLAMA | {"vocab_size": 32000, "max_position_embeddings": 2048}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope": RopeConfig(rope_theta=1e6),
+}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+_MODELS = {  # what models of a kind share, and the sizes of each
+    "llama-3.1-8b": (_LLAMA31, 4096, 14336, 32, 32, 8, False),
+    "llama-3.1-70b": (_LLAMA31, 8192, 28672, 80, 64, 8, False),
+    "llama-3.1-405b": (_LLAMA31, 16384, 53248, 126, 128, 8, False),
+    "llama-3.2-1b": (_LLAMA32, 2048, 8192, 16, 32, 8, True),
+    "qwen3-8b": (_QWEN3, 4096, 12288, 36, 32, 8, False),
+    "qwen3-14b": (_QWEN3, 5120, 17408, 40, 40, 8, False),
+    "qwen3-32b": (_QWEN3, 5120, 25600, 64, 64, 8, False),
+    "qwen3-0.6b": (_QWEN3, 1024, 3072, 28, 16, 8, True),
+    "qwen3-4b": (_QWEN3, 2560, 9728, 36, 32, 8, True),
+    "vicuna-7b": (_VICUNA, 4096, 11008, 32, 32, 32, False),
+    "vicuna-13b": (_VICUNA, 5120, 13824, 40, 40, 40, False),
+    "vicuna-33b": (_VICUNA, 6656, 17920, 60, 52, 52, False),
+}
 PRESETS: dict[str, ModelConfig] = {
-    "llama-3.1-8b": _llama3(
-        8,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    "llama-3.1-70b": _llama3(
-        8,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    ),
-    "llama-3.1-405b": _llama3(
-        8,
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-    ),
-    "llama-3.2-1b": _llama3(
-        32,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-8b": _qwen3(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32
-    ),
-    "qwen3-14b": _qwen3(
-        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40
-    ),
-    "qwen3-32b": _qwen3(
-        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
-    ),
-    "qwen3-0.6b": _qwen3(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-4b": _qwen3(
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        tie_word_embeddings=True,
-    ),
-    "vicuna-7b": _llama(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=2048,
-    ),
-    "vicuna-13b": _llama(
-        vocab_size=32000,
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        max_position_embeddings=2048,
-    ),
-    "vicuna-33b": _llama(
-        vocab_size=32000,
-        hidden_size=6656,
-        intermediate_size=17920,
-        num_hidden_layers=60,
-        num_attention_heads=52,
-        max_position_embeddings=2048,
-    ),
+    name: ModelConfig(scan_layers=True, **shared, **dict(zip(_SIZES, sizes, strict=True)))
+    for name, (shared, *sizes) in _MODELS.items()
 }
 
 

@@ -12,7 +12,7 @@ Source: the roofline is that of Williams, Waterman and Patterson, 2009; the roun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from spec_jax.drafters.registry import kind_of_draft
@@ -21,24 +21,6 @@ from spec_jax.models.chunks import CHUNK
 from spec_jax.planning.chips import Chip
 from spec_jax.planning.work import Setting, Stack, Work
 from spec_jax.tree import DynamicTree, Tree
-
-__all__ = [
-    "DeviceMemory",
-    "Pass",
-    "Queue",
-    "Prediction",
-    "RoundWork",
-    "Setting",
-    "Stack",
-    "Work",
-    "best",
-    "decode_round",
-    "first_loss",
-    "memory",
-    "predict",
-    "prefill",
-    "queue",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +66,7 @@ class RoundWork:
         return work_s + self.num_passes * overhead_s_per_pass
 
 
-def decode_round(
+def round_work(
     target: Any,
     draft: Any = None,
     num_draft: int = 0,
@@ -126,7 +108,7 @@ def decode_round(
     return RoundWork(tuple(passes))
 
 
-def prefill(
+def prefill_work(
     target: Any, prompt_tokens: int, setting: Setting = Setting(), chunk: int = CHUNK
 ) -> RoundWork:
     """Counts the passes that feed the target a prompt a row, each a chunk of them.
@@ -205,7 +187,7 @@ def queue(
       setting: batch, mesh and dtype.
     """
     groups = setting.abstract_mesh.shape["data"]
-    feeding = prefill(target, prompt_tokens, dataclasses.replace(setting, batch=groups))
+    feeding = prefill_work(target, prompt_tokens, dataclasses.replace(setting, batch=groups))
     decode_s = round_s * new_tokens / tokens / setting.batch
     return Queue(feeding.floor_s(chip) / groups, decode_s, new_tokens)
 
@@ -232,7 +214,7 @@ class DeviceMemory:
 
 
 def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> DeviceMemory:
-    """Returns what target and draft occupy on one device; arguments as in ``decode_round``."""
+    """Returns what target and draft occupy on one device; arguments as in ``round_work``."""
     stacks = [Stack.of(target, setting)]
     if draft is not None and not isinstance(draft, str):
         kind = kind_of_draft(draft)
@@ -291,7 +273,7 @@ def predict(
 
     Args:
       target: the target's config.
-      draft: see ``decode_round``.
+      draft: see ``round_work``.
       num_draft: K.
       tokens: expected tokens of a row's round (tau), between 1 and K + 1.
       chip: what it runs on.
@@ -307,7 +289,7 @@ def predict(
         raise ConfigError(f"tokens is {tokens}; a round of K = {num_draft} emits 1 to {most}")
 
     def time(*drafts):
-        return decode_round(target, *drafts).floor_s(chip, overhead_s_per_pass)
+        return round_work(target, *drafts).floor_s(chip, overhead_s_per_pass)
 
     plain = time(None, 0, setting)
     one = time(draft, num_draft, setting, tree)
@@ -321,7 +303,7 @@ def best(
 
     Args:
       target: the target's config.
-      draft: see ``decode_round``.
+      draft: see ``round_work``.
       tokens: expected tokens of a round for K = 0, 1, ..., as ``adaptive.policy.expected_tokens``
         returns them from acceptance rates.
       chip: what it runs on.
@@ -329,16 +311,3 @@ def best(
     """
     each = (predict(target, draft, k, t, chip, setting) for k, t in enumerate(tokens))
     return max(each, key=lambda prediction: prediction.tok_s)
-
-
-def first_loss(sizes: Sequence[int], speedup: Callable[[int], float]) -> int | None:
-    """Returns the first size, of a batch or a context, at which speculation no longer pays.
-
-    Args:
-      sizes: in the order in which they are tried.
-      speedup: of one size.
-
-    Returns:
-      The size; None if it pays at all of them.
-    """
-    return next((size for size in sizes if speedup(size) <= 1), None)

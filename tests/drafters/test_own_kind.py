@@ -60,7 +60,7 @@ def test_it_is_found_read_and_written(files, target, tmp_path):
 def test_its_passes_are_planned(target):
     """It has no layer and so no cache; its refresh reads more pairs than its later pass."""
     shape = gate_kind.new(target.config)
-    planned = roofline.decode_round(target.config, shape, 2)
+    planned = roofline.round_work(target.config, shape, 2)
     _, refresh, draft = planned.passes
     assert [(x.name, x.count) for x in (refresh, draft)] == [("refresh", 1), ("draft", 1)]
     assert refresh.work.hbm_bytes > draft.work.hbm_bytes > 0

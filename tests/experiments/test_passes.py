@@ -91,7 +91,7 @@ def test_what_a_kind_says_of_its_passes_is_what_its_drafter_runs(pair, name):
     head = random_head(DRAFTS[name](target.config), jax.random.key(0))
     config = SpeculativeConfig(head.method, K)
     drafter = make_drafter(config, tapped_model(target, head), head)
-    planned = roofline.decode_round(target.config, head.config, K, Setting(1, SLOTS))
+    planned = roofline.round_work(target.config, head.config, K, Setting(1, SLOTS))
     params = {"head": head.params, "target": target.params}
     step = passes.drafting_step(System(target.model, drafter, GREEDY, K), params, SLOTS, 1)
     args = (params, jnp.zeros(1, jnp.int32), step.carry)

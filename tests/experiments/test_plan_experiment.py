@@ -105,7 +105,7 @@ def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path):
     assert (plain["k"], one["k"], one["tree"]) == (0, 8, "8:3:4")
     models = (PRESETS["llama-3.1-8b"], find_draft("eagle3", PRESETS["llama-3.1-8b"]))
     setting = roofline.Setting(8, 2048, one["mesh"])
-    floor = roofline.decode_round(*models, 8, setting, DynamicTree(8, 3, 4)).floor_s(CHIPS["v5e"])
+    floor = roofline.round_work(*models, 8, setting, DynamicTree(8, 3, 4)).floor_s(CHIPS["v5e"])
     assert one["floor_s"] == pytest.approx(floor) and one["tok_s"] is None
     assert found["best"] == []
 
@@ -114,7 +114,7 @@ def test_a_queue_divides_its_time_between_prefill_and_rounds(tmp_path):
     sizes = dict(prompt_tokens=1024, new_tokens=100, batch="64", num_draft="2", draft="ngram")
     found = plan.run(config(**sizes, mesh="data:2,tensor:4", acceptance="0.5"), str(tmp_path))
     target, chip = PRESETS["llama-3.1-8b"], CHIPS["v5e"]
-    filling = roofline.prefill(target, 1024, roofline.Setting(2, mesh="data:2,tensor:4"))
+    filling = roofline.prefill_work(target, 1024, roofline.Setting(2, mesh="data:2,tensor:4"))
     for cell in found["cells"]:
         rounds = 100 / cell["tokens"]
         prefill_s, decode_s = filling.floor_s(chip) / 2, rounds * cell["floor_s"] / 64

@@ -10,7 +10,7 @@ from spec_jax.meshes import parse_mesh
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.choose import meshes, options
 from spec_jax.planning.presets import PRESETS
-from spec_jax.planning.roofline import Setting, best, decode_round, memory
+from spec_jax.planning.roofline import Setting, best, memory, round_work
 
 TARGET = PRESETS["llama-3.1-8b"]
 HEAD = EagleConfig.of_target(TARGET, draft_vocab_size=32000)
@@ -50,6 +50,6 @@ def test_options_are_each_meshs_best_and_those_that_fit_come_first():
 def test_speeds_are_shared_among_rows_and_chips():
     (option,) = options(TARGET, None, [1.0], Topology.parse("tpu7x:2x2x1"), Setting(batch=1))
     assert option.row_tok_s == option.tok_s == 4 * option.chip_tok_s
-    floor = decode_round(TARGET, setting=option.setting).floor_s(option.topology.chip)
+    floor = round_work(TARGET, setting=option.setting).floor_s(option.topology.chip)
     assert option.tok_s == pytest.approx(1 / floor)
     assert option.memory == memory(TARGET, None, option.setting)

@@ -12,7 +12,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.planning import hlo
 from spec_jax.planning.chips import CHIPS, Topology
 from spec_jax.planning.presets import PRESETS, find_config
-from spec_jax.planning.roofline import Setting, decode_round, predict, prefill
+from spec_jax.planning.roofline import Setting, predict, prefill_work, round_work
 from spec_jax.tree import Tree
 
 TARGET = PRESETS["llama-3.1-8b"]
@@ -47,13 +47,13 @@ REFUSED = [
     (lambda: Setting(context=-1), "context -1"),
     (lambda: Setting(mesh="data:0"), "data:0"),
     (lambda: Setting(mesh="model:2"), "model:2"),
-    (lambda: prefill(TARGET, 0), "prompt_tokens is 0 and chunk 512"),
-    (lambda: prefill(TARGET, 9, chunk=0), "prompt_tokens is 9 and chunk 0"),
-    (lambda: decode_round(TARGET, EAGLE, -1), "num_draft is -1"),
-    (lambda: decode_round(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
-    (lambda: decode_round(TARGET, None, 4), "num_draft is 4 without a draft"),
-    (lambda: decode_round(TARGET, "eagle", 4), "draft is 'eagle'"),
-    (lambda: decode_round(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
+    (lambda: prefill_work(TARGET, 0), "prompt_tokens is 0 and chunk 512"),
+    (lambda: prefill_work(TARGET, 9, chunk=0), "prompt_tokens is 9 and chunk 0"),
+    (lambda: round_work(TARGET, EAGLE, -1), "num_draft is -1"),
+    (lambda: round_work(TARGET, EAGLE, 4, tree=Tree((0, 0))), "the tree's 2 nodes"),
+    (lambda: round_work(TARGET, None, 4), "num_draft is 4 without a draft"),
+    (lambda: round_work(TARGET, "eagle", 4), "draft is 'eagle'"),
+    (lambda: round_work(TARGET, "nothing", 4), "no drafter kind 'nothing'"),
     (lambda: predict(TARGET, EAGLE, 2, 3.5, CHIPS["v5e"]), "tokens is 3.5; .* emits 1 to 3"),
     (lambda: decode(target=change(num_attention_heads=6, num_key_value_heads=3)), "6 heads"),
     (lambda: decode(draft=change(vocab_size=32), num_draft=2), "vocabularies differ"),

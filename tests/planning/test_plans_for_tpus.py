@@ -98,7 +98,7 @@ def compiled(target, topology, mesh, bound):
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     devices = make_mesh(mesh, topology.describe().devices)
     found = plan.compile_and_count(lambda: plan.trace_decode(job, devices))
-    analytic = roofline.decode_round(
+    analytic = roofline.round_work(
         job.target, job.draft, job.num_draft, job.setting, job.tree_shape
     )
     return found, found.counted.hbm_bytes / analytic.work.hbm_bytes

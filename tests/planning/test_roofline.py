@@ -19,11 +19,10 @@ from spec_jax.planning.roofline import (
     Stack,
     Work,
     best,
-    decode_round,
-    first_loss,
     memory,
     predict,
-    prefill,
+    prefill_work,
+    round_work,
 )
 from spec_jax.tree import DynamicTree, Tree
 
@@ -46,14 +45,14 @@ def test_pass_takes_what_the_slowest_of_the_three_takes():
 def test_plain_8b_on_one_h100_is_bound_by_its_weights():
     # 16.06 GB of weights but for the embedding's rows, at 3.35 TB/s.
     setting = Setting(context=0)
-    floor = decode_round(TARGET, setting=setting).floor_s(CHIPS["h100"])
+    floor = round_work(TARGET, setting=setting).floor_s(CHIPS["h100"])
     by_hand = 2 * (8_030_261_248 - 128256 * 4096) / 3.35e12
     assert floor == pytest.approx(by_hand, rel=1e-3)
     assert 1 / floor == pytest.approx(223, rel=1e-2)
 
 
 def test_rounds_have_the_passes_that_the_drafters_run():
-    named = lambda draft, K: [(p.name, p.count) for p in decode_round(TARGET, draft, K).passes]
+    named = lambda draft, K: [(p.name, p.count) for p in round_work(TARGET, draft, K).passes]
     assert named("ngram", 5) == named(None, 0) == named(EAGLE, 0) == [("verify", 1)]
     assert named(DRAFT, 3) == [("verify", 1), ("draft", 1), ("draft", 2)]
     assert named(EAGLE, 3) == [("verify", 1), ("refresh", 1), ("draft", 2)]
@@ -70,24 +69,24 @@ def test_passes_feed_what_the_drafters_feed():
     run = lambda stack, *args: stack.run(setting, *args)
     target, again = Stack.of(TARGET, setting), Stack.of(EAGLE, setting, unread=("fc", "input_norm"))
     head = Stack.of(EAGLE, setting)
-    one = decode_round(TARGET, EAGLE, 3, setting)
+    one = round_work(TARGET, EAGLE, 3, setting)
     passes = works(one)
     assert passes == [run(target, 4, 4), run(head, 4, 1), run(again, 1, 1), run(again, 1, 1)]
     assert one.work == sum(passes, Work())
     assert one.floor_s(CHIP) == pytest.approx(sum(work.floor_s(CHIP) for work in passes))
     # The first pass of a standalone draft feeds two tokens.
     draft = Stack.of(DRAFT, setting)
-    passes = works(decode_round(TARGET, DRAFT, 2, setting))
+    passes = works(round_work(TARGET, DRAFT, 2, setting))
     assert passes == [run(target, 3, 3), run(draft, 2, 1), run(draft, 1, 1)]
     # A module without an output head scores with the target's.
     module = Stack.of(MTP, setting)
-    assert decode_round(TARGET, MTP, 1, setting).passes[1].work == run(module, 2, 1, target)
+    assert round_work(TARGET, MTP, 1, setting).passes[1].work == run(module, 2, 1, target)
     # Trees: a level a pass. The root has three children, of which two have one each.
     tree = Tree((0, 0, 0, 1, 2))
-    passes = works(decode_round(TARGET, EAGLE, 5, setting, tree))
+    passes = works(round_work(TARGET, EAGLE, 5, setting, tree))
     assert passes == [run(target, 6, 6), run(head, 3, 1), run(again, 2, 2)]
     dynamic = DynamicTree(60, 8, 10)
-    passes = works(decode_round(TARGET, EAGLE, 60, setting, dynamic))
+    passes = works(round_work(TARGET, EAGLE, 60, setting, dynamic))
     assert passes == [run(target, 61, 61), run(head, 9, 1), *[run(again, 10, 10)] * 7]
 
 
@@ -95,8 +94,8 @@ def test_prediction_is_leviathans_formula_with_the_costs_of_the_floor():
     rates, setting, chip = (0.8, 0.6, 0.5), Setting(batch=2), CHIPS["a100"]
     tokens = expected_tokens(rates)
     found = predict(TARGET, "ngram", 3, tokens[3], chip, setting)
-    verify = decode_round(TARGET, "ngram", 3, setting).floor_s(chip)
-    plain = decode_round(TARGET, setting=setting).floor_s(chip)
+    verify = round_work(TARGET, "ngram", 3, setting).floor_s(chip)
+    plain = round_work(TARGET, setting=setting).floor_s(chip)
     assert found.speedup == pytest.approx(predicted_speedup(rates, 0.0, verify / plain))
     assert found.plain_tok_s == pytest.approx(2 / plain)
     assert found.tok_s == pytest.approx(2 * tokens[3] / verify)
@@ -118,9 +117,8 @@ def test_speculation_stops_paying_at_a_batch_that_fills_the_arithmetic():
         predict(TARGET, EAGLE, 5, 3.0, CHIPS["v5e"], Setting(batch=batch, context=512)).speedup
     )
     sizes = [2**i for i in range(12)]
-    size = first_loss(sizes, speedup)
-    assert speedup(size) <= 1 < speedup(size // 2)
-    assert first_loss(sizes[:2], speedup) is None
+    size = next(size for size in sizes if speedup(size) <= 1)
+    assert 1 < speedup(size // 2)
 
 
 def test_memory_is_weights_and_caches():
@@ -139,7 +137,7 @@ def test_memory_is_weights_and_caches():
 
 def test_prefill_is_every_tokens_maps_and_the_tokens_before_it():
     P, chunk, setting = 1000, 256, Setting(batch=2)
-    found = prefill(TARGET, P, setting, chunk)
+    found = prefill_work(TARGET, P, setting, chunk)
     maps = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096  # neither embedding, head nor norms
     # Scores and sums of 32 heads over the tokens before one: half of its pass, to half a token.
     attention = 2 * 2 * 32 * 32 * 128 * P * P / 2
@@ -152,7 +150,7 @@ def test_prefill_is_every_tokens_maps_and_the_tokens_before_it():
     )  # what stands halfway of each pass, and P written
     scored = head + 2 * 2 * 4 * 128256
     assert found.work.hbm_bytes == 4 * weights + rows + cache + scored
-    shorter = [prefill(TARGET, P, setting, n).floor_s(CHIPS["v5e"]) for n in (1000, 100, 10)]
+    shorter = [prefill_work(TARGET, P, setting, n).floor_s(CHIPS["v5e"]) for n in (1000, 100, 10)]
     assert shorter == sorted(shorter)  # the weights are read once a pass
 
 
@@ -169,8 +167,8 @@ _DRAFTS = st.sampled_from(sorted(DRAFTS)).map(DRAFTS.get)
 # Bound by its links, with and without more context.
 @example(Setting(batch=64, context=0, mesh="tensor:8"), CHIPS["a100-pcie"], "ngram", 1, 0.5)
 def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate):
-    a_round = lambda setting: decode_round(TARGET, draft, num_draft, setting)
-    floor = lambda setting, k=num_draft: decode_round(TARGET, draft, k, setting).floor_s(chip)
+    a_round = lambda setting: round_work(TARGET, draft, num_draft, setting)
+    floor = lambda setting, k=num_draft: round_work(TARGET, draft, k, setting).floor_s(chip)
     change = lambda **fields: dataclasses.replace(setting, **fields)
     # Rows that the mesh does not divide are sampled by several devices each, more of them by one.
     times = 8 if setting.is_sampled else 2
@@ -186,11 +184,11 @@ def test_more_of_anything_is_never_faster(setting, chip, draft, num_draft, rate)
         assert floor(longer) > floor(setting)
     assert floor(setting, num_draft - 1) < floor(setting)
     faster = dataclasses.replace(chip, hbm_bytes_s=2 * chip.hbm_bytes_s, flops_s=2 * chip.flops_s)
-    assert decode_round(TARGET, draft, num_draft, setting).floor_s(faster) <= floor(setting)
+    assert round_work(TARGET, draft, num_draft, setting).floor_s(faster) <= floor(setting)
     # A round costs a plain one at least, so nothing gains more than the tokens that it emits.
     tokens = expected_tokens([rate] * num_draft)[-1]
     found = predict(TARGET, draft, num_draft, tokens, chip, setting)
     assert found.speedup <= found.tokens + 1e-9
-    one = decode_round(TARGET, draft, num_draft, change(mesh="data:1")).work
-    shared = decode_round(TARGET, draft, num_draft, setting).work
+    one = round_work(TARGET, draft, num_draft, change(mesh="data:1")).work
+    shared = round_work(TARGET, draft, num_draft, setting).work
     assert shared.flops <= one.flops

@@ -163,7 +163,7 @@ def test_a_published_model_of_latents_and_experts_is_counted_on_its_mesh():
     experts = 58 * 256 * 3 * 7168 * 2048
     assert experts / 32 < stack.num_params < 1.1 * num_params(config) / 32
     module = MtpConfig.of_target(config)
-    work = roofline.decode_round(config, module, 2, setting)
+    work = roofline.round_work(config, module, 2, setting)
     assert [one.name for one in work.passes] == ["verify", "refresh", "draft"]
     assert roofline.memory(config, module, setting).cache == 62 * (512 + 64) * 2 * 8 * 1024
 
@@ -209,7 +209,7 @@ def test_a_published_model_of_experts_is_planned_with_them_split(name):
     assert whole.num_params == num_params(config) and stack.experts == whole.experts / 16
     assert whole.experts > 0.8 * whole.num_params
     draft = MtpConfig.of_target(config) if name != "30B-A3B" else "ngram"
-    one, many = (roofline.decode_round(config, draft, 2, Setting(batch=b)).work for b in (1, 999))
+    one, many = (roofline.round_work(config, draft, 2, Setting(batch=b)).work for b in (1, 999))
     active = whole.matrices + whole.head + whole.chosen * whole.experts
     assert 2 * active < one.hbm_bytes < 2 * whole.num_params / 3 < 2 * whole.num_params
     assert many.hbm_bytes > 2 * whole.num_params

@@ -23,7 +23,7 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.models.config import ModelConfig
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import PRESETS
-from spec_jax.planning.roofline import Pass, Prediction, RoundWork, Setting, Stack, decode_round
+from spec_jax.planning.roofline import Pass, Prediction, RoundWork, Setting, Stack, round_work
 from spec_jax.show.tables import Section
 from spec_jax.tree import DynamicTree, Tree
 
@@ -117,7 +117,7 @@ def count_round(row: PublishedPair) -> RoundWork:
     if row.method in ("dflash", "dspark"):
         return _block_round(target, row.num_draft, row.setting, has_markov=row.method == "dspark")
     draft = _DRAFTS[row.method](target)
-    return decode_round(target, draft, row.num_draft, row.setting, row.tree)
+    return round_work(target, draft, row.num_draft, row.setting, row.tree)
 
 
 def _block_round(
@@ -188,7 +188,7 @@ def compare(row: PublishedPair, overhead_s_per_pass: float = 0.0) -> PredictedPa
       row: the published pair.
       overhead_s_per_pass: see ``RoundWork.floor_s``.
     """
-    plain, one = decode_round(PRESETS[row.target], setting=row.setting), count_round(row)
+    plain, one = round_work(PRESETS[row.target], setting=row.setting), count_round(row)
     found = []
     for name in row.topologies:
         chip = Topology.parse(name).chip

@@ -170,7 +170,7 @@ def test_passes_of_a_round_are_planned(name):
     """Injection of K + 1 states, one block, and the step of every draft."""
     config, setting = HEADS[name], Setting(batch=2, context=100)
     K, (D, B) = config.max_draft, (LLAMA.hidden_size, setting.batch)
-    _, inject, block, *step = roofline.decode_round(LLAMA, config, K, setting).passes
+    _, inject, block, *step = roofline.round_work(LLAMA, config, K, setting).passes
     weights = tensors_of(config)
     size = lambda *parts: sum(w.size for n, w in weights.items() if any(p in n for p in parts))
     maps = size("q_proj", "k_proj", "v_proj", "o_proj", "mlp.")

@@ -172,7 +172,7 @@ def test_the_masked_state_may_be_stored_as_a_row(tmp_path):
 def test_the_pass_of_all_masks_is_planned():
     """A refresh, and all masked pairs at once, whose scores are those of all drafts."""
     config, (B, context) = HEADS["one layer"], (2, 100)
-    planned = roofline.decode_round(LLAMA, config, K, Setting(B, context)).passes
+    planned = roofline.round_work(LLAMA, config, K, Setting(B, context)).passes
     assert [(x.name, x.count) for x in planned] == [("verify", 1), ("refresh", 1), ("draft", 1)]
     sizes = {n: w.size for n, w in head_of(config).params.items() if w.ndim == 2}
     maps = sum(sizes[name] for name in ("q", "k", "v", "o", "gate", "up", "down"))
