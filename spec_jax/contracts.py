@@ -457,7 +457,7 @@ class Processor(NamedTuple):
     """A logit processor: three pure functions of one row, which share a state.
 
     They are called for the target at every node of a round, for the draft at every token that it
-    drafts, and for emitted tokens; ``processors.by_token`` makes a processor from functions of one
+    drafts, and for emitted tokens; ``processors.per_token`` makes a processor from functions of one
     token.
 
     Attributes:

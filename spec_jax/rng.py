@@ -47,7 +47,7 @@ def keys(
     purpose: Purpose,
     position: jax.Array,
     node: jax.Array | int | None = None,
-    learned: jax.Array | None = None,
+    update_counts: jax.Array | None = None,
 ) -> jax.Array:
     """Returns one key a row, by one block of threefry.
 
@@ -59,7 +59,7 @@ def keys(
       purpose: what the draw is for.
       position: i32[B], of the token, or where the round starts.
       node: i32[B] or i32[], of a draw that the round makes for each node; None: there is one.
-      learned: u32[B,C], updates that the row has read, of each source (see ``Sampler.learned``);
+      update_counts: u32[B,C], updates that the row has read, of each source (see ``Sampler``);
         None if nothing learns.
 
     Returns:
@@ -68,7 +68,9 @@ def keys(
     words = jnp.stack(jnp.broadcast_arrays(seed, pack(purpose, node)), axis=-1)
     named = jax.random.wrap_key_data(words, impl="threefry2x32")
     row_keys = jax.vmap(jax.random.fold_in)(named, jnp.broadcast_to(position, seed.shape))
-    return row_keys if learned is None else jax.vmap(_fold_in_counts)(row_keys, learned)
+    if update_counts is None:
+        return row_keys
+    return jax.vmap(_fold_in_counts)(row_keys, update_counts)
 
 
 def _fold_in_counts(key: jax.Array, counts: jax.Array) -> jax.Array:

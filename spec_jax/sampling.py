@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax import rng
 from spec_jax.config import GREEDY_BELOW, SamplerConfig, columns
 from spec_jax.errors import ConfigError
-from spec_jax.processors import Active, from_configs
-from spec_jax.sharding import EVERY_AXIS, by_row, gather_rows
+from spec_jax.processors import BatchedProcessor, from_configs
+from spec_jax.sharding import SAMPLED_ROWS, gather_vocab, shard_map_rows
 
 _FEW = 4  # entries that a TPU finds sooner one by one than by sorting
 _NARROW = 128  # logits that top-k and top-p try first; all are sorted only if these do not suffice
@@ -35,11 +36,11 @@ class Sampler:
 
     seed: jax.Array  # u32[B]
     temperature: jax.Array | None = None  # f32[B]; None: every row takes the argmax
-    processors: tuple[Active, ...] = ()  # with their states, once the prompts are known
+    processors: tuple[BatchedProcessor, ...] = ()  # with their states, once the prompts are known
     filters: dict[str, jax.Array] | None = None  # see ``filters_of``
     # Updates that the row's rounds have read, of the drafter's memory and of the choice of K; they
     # enter the row's noise (see ``rng``). None where nothing learns from outputs.
-    learned: jax.Array | None = None  # u32[B,2]
+    update_counts: jax.Array | None = None  # u32[B,2]
 
     def _features(self) -> set[str]:
         """What the compiled program does, in words."""
@@ -54,14 +55,30 @@ class Sampler:
             return jnp.ones(self.seed.shape, bool)
         return self.temperature < GREEDY_BELOW
 
-    def noting(self, source: Source, num_updates: jax.Array | int) -> Sampler:
-        """Returns the sampler of rows that have read ``num_updates`` (u32[B] or u32[]) updates.
+    def keys(
+        self, purpose: rng.Purpose, position: jax.Array, node: jax.Array | int | None = None
+    ) -> jax.Array:
+        """Returns key[B] of each row's noise, see ``rng.keys``."""
+        return rng.keys(self.seed, purpose, position, node, self.update_counts)
 
-        Where nothing learns it is returned as it is.
+    def counting_updates(self) -> Sampler:
+        """Returns the sampler with ``update_counts``, of no update yet."""
+        counts = jnp.zeros((*self.seed.shape, len(UpdateCounter)), jnp.uint32)
+        return self.replace(update_counts=counts)
+
+    def with_update_count(self, source: UpdateCounter, count: jax.Array | int) -> Sampler:
+        """Keys each row's noise by how often what it reads has changed.
+
+        Args:
+          source: what it reads.
+          count: u32[B] or u32[], how often that has changed.
+
+        Returns:
+          The sampler; the same one where nothing learns.
         """
-        if self.learned is None:
+        if self.update_counts is None:
             return self
-        return self.replace(learned=self.learned.at[:, source].set(num_updates))
+        return self.replace(update_counts=self.update_counts.at[:, source].set(count))
 
     def start(self, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Sampler:
         """Returns the sampler before the first output token.
@@ -104,8 +121,8 @@ class Sampler:
         return jax.tree.map(lambda full, one: full.at[row].set(one[0]), self, other)
 
 
-class Source(enum.IntEnum):
-    """What learns from outputs: a column of ``Sampler.learned``."""
+class UpdateCounter(enum.IntEnum):
+    """What learns from outputs: a column of ``Sampler.update_counts``."""
 
     MEMORY = 0  # of the drafter
     TUNER = 1  # which chooses K
@@ -268,7 +285,7 @@ def process(
     """
     run = functools.partial(_process, is_argmax=is_argmax)
     if not is_argmax or sampler.processors:
-        run, logits = by_row(run, EVERY_AXIS), gather_rows(logits)
+        run, logits = shard_map_rows(run, SAMPLED_ROWS), gather_vocab(logits)
     return run(logits, sampler, drafted, is_before)
 
 

@@ -42,7 +42,7 @@ SHARDED: AxisRules = {
 }
 """Rows over "data", the width of every layer over "tensor"."""
 
-EVERY_AXIS = "rows"
+SAMPLED_ROWS = "sampled_rows"
 """Logical axis of the rows of a batch where they are sampled: over all axes of the mesh, whatever
 the axis_rules. Where the mesh does not divide them they lie as "batch" does.
 """
@@ -99,7 +99,7 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules:
             )
 
 
-def kept_whole(
+def unsplit_weights(
     owner: str,
     table: Mapping[str, Any],
     mesh: Mesh,
@@ -118,7 +118,7 @@ def kept_whole(
     said: dict[str, None] = {}
     for entry in table.values():
         if not hasattr(entry, "axes"):
-            said |= dict.fromkeys(kept_whole(owner, entry, mesh, axis_rules, counts))
+            said |= dict.fromkeys(unsplit_weights(owner, entry, mesh, axis_rules, counts))
             continue
         used = spec(entry.axes, entry.shape, mesh, axis_rules, counts)
         for name, size in zip(entry.axes, entry.shape):
@@ -129,21 +129,21 @@ def kept_whole(
     return [*said]
 
 
-def log_whole(
+def log_unsplit(
     owner: str,
     table: Mapping[str, Any],
     mesh: Mesh,
     axis_rules: AxisRules,
     counts: Mapping[str, int],
 ) -> None:
-    """Logs ``kept_whole``, each sentence once."""
-    for line in kept_whole(owner, table, mesh, axis_rules, counts):
+    """Logs ``unsplit_weights``, each sentence once."""
+    for line in unsplit_weights(owner, table, mesh, axis_rules, counts):
         log_once(line)
 
 
 def _whole(name: str, size: int, mesh: Mesh, axis_rules: AxisRules) -> list[str]:
     over = axis_rules.get(name)
-    if size % mesh.shape.get(over, 1) == 0 or head_copies(name, size, mesh, axis_rules) > 1:
+    if size % mesh.shape.get(over, 1) == 0 or kv_replication(name, size, mesh, axis_rules) > 1:
         return []
     return [
         f"{name.replace('_', ' ')} of size {size} is not divided by the mesh axis "
@@ -151,7 +151,7 @@ def _whole(name: str, size: int, mesh: Mesh, axis_rules: AxisRules) -> list[str]
     ]
 
 
-def whole_rows(batch: int, mesh: Mesh) -> list[str]:
+def unsplit_batch(batch: int, mesh: Mesh) -> list[str]:
     """Returns a sentence if a mesh does not divide the rows of a batch."""
     return _whole("batch", batch, mesh, SHARDED)
 
@@ -163,7 +163,7 @@ def log_once(text: str) -> None:
 
 
 def ambient() -> Any | None:
-    """The mesh of ``jax.set_mesh``; None without one, and inside of ``by_shard``."""
+    """The mesh of ``jax.set_mesh``; None without one, and inside of ``shard_map_over``."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if any(kind == AxisType.Auto for kind in mesh.axis_types or ()) else None
 
@@ -190,7 +190,7 @@ def spec(
 
     def split(name, size):
         size = size if counts is None else counts.get(name, size)
-        if name == EVERY_AXIS:
+        if name == SAMPLED_ROWS:
             if not used and size % mesh.size == 0:
                 used.update(mesh.axis_names)
                 return tuple(mesh.axis_names)
@@ -204,7 +204,7 @@ def spec(
     return PartitionSpec(*(split(name, size) for name, size in zip(axes, shape)))
 
 
-def head_copies(
+def kv_replication(
     name: str, count: int, mesh: Any = None, axis_rules: AxisRules | None = None
 ) -> int:
     """Returns on how many devices along their axis each key-value head lies; 1 unless there are
@@ -226,11 +226,11 @@ def head_copies(
 
 
 def repeat_heads(x: jax.Array, axis: int) -> jax.Array:
-    """Repeats each of G key-value heads for the devices that it lies on, see ``head_copies``.
+    """Repeats each of G key-value heads for the devices that it lies on, see ``kv_replication``.
 
     The gradient of a head is the sum of its copies'.
     """
-    copies = head_copies("kv_heads", x.shape[axis])
+    copies = kv_replication("kv_heads", x.shape[axis])
     return x if copies == 1 else jnp.repeat(x, copies, axis=axis)
 
 
@@ -242,11 +242,11 @@ def named(
     counts: Mapping[str, int] | None = None,
 ) -> NamedSharding:
     """Returns ``spec`` as a sharding over the mesh, where each key-value head may lie on several
-    devices (see ``head_copies``)."""
+    devices (see ``kv_replication``)."""
     axis_rules = _rules.get() if axis_rules is None else axis_rules
     count = (counts or {}).get("kv_heads")
     if count is not None and "kv_heads" in axes:
-        copies = head_copies("kv_heads", count, mesh, axis_rules)
+        copies = kv_replication("kv_heads", count, mesh, axis_rules)
         mesh = mesh if copies == 1 else with_copies(mesh, axis_rules["kv_heads"], copies)
     return NamedSharding(mesh, spec(axes, shape, mesh, axis_rules, counts))
 
@@ -282,7 +282,7 @@ def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
     return gather(weight)
 
 
-def gather_rows(x: jax.Array) -> jax.Array:
+def gather_vocab(x: jax.Array) -> jax.Array:
     """Gathers the last dimension of an array dtype[B,...,W] as one of a matrix, each device for its
     part of all rows.
 
@@ -292,7 +292,7 @@ def gather_rows(x: jax.Array) -> jax.Array:
     mesh = ambient()
     if mesh is None:
         return x
-    (rows,) = spec((EVERY_AXIS,), x.shape[:1], mesh)
+    (rows,) = spec((SAMPLED_ROWS,), x.shape[:1], mesh)
     matrix = jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), PartitionSpec(rows, None))
     return matrix.reshape(x.shape)
 
@@ -312,12 +312,12 @@ def shardings(
     }
 
 
-def keep_layout(x: jax.Array) -> jax.Array:
+def pin_tpu_layout(x: jax.Array) -> jax.Array:
     """Keeps an array of a loop in the layout in which a TPU stores it.
 
     XLA may prefer another layout inside of a loop, and would then copy the whole array at the
     loop's entry and exit. Before jax 0.11 this needs the device's own part of the array, inside of
-    ``by_shard``: there, an array that is split would be gathered.
+    ``shard_map_over``: there, an array that is split would be gathered.
     """
     is_split = ambient() is not None
     if jax.sharding.get_abstract_mesh().empty or (is_split and jax.__version_info__ < (0, 11)):
@@ -416,7 +416,7 @@ def replicate(tree: Any) -> Any:
     return jax.tree.map(constrain, tree)
 
 
-def by_shard(
+def shard_map_over(
     function: Callable[..., Any],
     in_axes: Any,
     out_axes: Any,
@@ -452,7 +452,7 @@ def by_shard(
 
 
 def _on_shards(function, args, out, in_axes, out_axes):
-    """Runs ``by_shard``'s function, whose result has the shapes ``out``."""
+    """Runs ``shard_map_over``'s function, whose result has the shapes ``out``."""
     mesh = ambient()
 
     def is_axes(x):
@@ -479,7 +479,7 @@ def copies_of_rows(batch: int) -> int:
     return mesh.size // math.prod(mesh.shape[axis] for axis in split)
 
 
-def by_row(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[..., Any]:
+def shard_map_rows(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[..., Any]:
     """Returns a function that runs on each device with the device's own rows, whole in all else.
 
     Without a mesh it is the function itself.
@@ -487,7 +487,7 @@ def by_row(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[.
     Args:
       function: of arrays, or pytrees of them, each of rank 0 or with the batch as its first
         dimension, or 1 in its place. Every array that it returns has the batch first.
-      rows_axis: the logical axis of the rows. With ``EVERY_AXIS`` no two devices sample the same
+      rows_axis: the logical axis of the rows. With ``SAMPLED_ROWS`` no two devices sample the same
         row; what the layers read of the result is to be constrained to "batch" once.
 
     Raises:
@@ -504,7 +504,7 @@ def by_row(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[.
         return x if is_wide else constrain(x, *axes)
 
     def run(*args):
-        if rows_axis == EVERY_AXIS:
+        if rows_axis == SAMPLED_ROWS:
             args = jax.tree.map(hold, args, state_axes(args))
         rows = max(x.shape[0] for x in jax.tree.leaves(args) if x.ndim)
         out = jax.eval_shape(function, *args)
@@ -512,8 +512,8 @@ def by_row(function: Callable[..., Any], rows_axis: str = "batch") -> Callable[.
         returned = [x.shape for x in jax.tree.leaves(out) if x.shape[:1] != (rows,)]
         if given or returned:
             raise ShapeError(
-                f"by_row: of {rows} rows, arrays of shapes {given} are given and {returned} are "
-                "returned; expected the rows as the first dimension"
+                f"shard_map_rows: of {rows} rows, arrays of shapes {given} are given and "
+                f"{returned} are returned; expected the rows as the first dimension"
             )
 
         def axes(x):

@@ -63,7 +63,7 @@ MUTATIONS = mutants.read("""
         DecodeQueue._collect: self._decoder.count(x_) -> self._decoder.count(x_ + x_)
         test_every_prompt_gives_its_greedy_stream
     * noise of the position before
-        round_noise: rng.gumbel(keys(x_, start + 1 + i), v_) -> rng.gumbel(keys(x_, start + i), v_)
+        round_noise.at: keys_(x_, start + 1 + i) -> keys_(x_, start + i)
         test_plain_decoding_emits_the_oracles_stream
     drafts are drawn with the draft sampler's seed alone
         loop.init_state: rng.draft_seeds(x_, y_) -> y_
@@ -72,10 +72,10 @@ MUTATIONS = mutants.read("""
         loop.init_state: rng.draft_seeds(x_, y_) -> x_
         test_one_draft_sampler_draws_other_drafts_for_every_request
     noise that made what was learned
-        rng.keys: x_ if learned is None else y_ -> x_
+        rng.keys: update_counts is None -> True
         test_a_second_call_with_the_same_seed_matches_target_distribution[suffix]
     what replaces a draft has the noise of the first token
-        round_noise: keys(rng.Purpose.REPLACE, start) -> keys(rng.Purpose.TARGET, start)
+        round_noise: keys_(rng.Purpose.REPLACE, start) -> keys_(rng.Purpose.TARGET, start)
         test_one_draft_sampler_draws_other_drafts_for_every_request
     drafts are drawn before the count is read
         round.draft: system.drafter.num_updates(params, state.draft) -> jnp.uint32(0)
@@ -108,7 +108,7 @@ MUTATIONS = mutants.read("""
         rng._fold_in_counts: counts[source] * len(counts) + source -> counts[source]
         test_every_count_of_every_source_has_noise_of_its_own
     K is chosen from outputs of the same noise
-        AdaptiveRunner.__call__: note_tuner(state, x_) -> state
+        AdaptiveRunner.__call__: count_tuner(state, x_) -> state
         test_the_noise_of_a_round_is_made_with_the_updates_of_the_choice_of_k
     a row without a finite logit goes on
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
@@ -186,7 +186,7 @@ MUTATIONS = mutants.read("""
         moe.mix_in_turn: is_chosen.sum() -> is_chosen.sum() - 1
         test_every_way_is_the_weighted_sum_of_each_tokens_experts
     experts of other devices are left out
-        by_shard.on_part: jax.lax.psum(x_, over) -> x_
+        shard_map_over.on_part: jax.lax.psum(x_, over) -> x_
         test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows
     of a stack the experts of the first layer are computed
         moe._groups: weight.place * X -> 0 * weight.place
@@ -351,7 +351,7 @@ MUTATIONS = mutants.read("""
         _last_of_top_p: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     * a node's processor follows drafts of other paths
-        by_token: jnp.where(is_taken, new, old) -> new
+        per_token: jnp.where(is_taken, new, old) -> new
         test_of_a_tree_each_node_follows_its_own_path
     a node is penalised for its own token
         penalties._apply: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
@@ -363,13 +363,13 @@ MUTATIONS = mutants.read("""
         KVCache._put: P("batch") -> P()
         test_a_mesh_changes_no_token
     each device draws with the seeds of all rows
-        sharding.by_row: x.ndim and x_ == rows -> x.ndim > 1 and x_ == rows
+        sharding.shard_map_rows: x.ndim and x_ == rows -> x.ndim > 1 and x_ == rows
         test_a_mesh_changes_no_token
     the copies of a key-value head are not neighbours
         sharding.repeat_heads: jnp.repeat(x, ...) -> jnp.concatenate([x] * copies, axis=axis)
         test_key_value_heads_that_lie_on_several_devices_change_no_token
     every device along tensor samples all rows
-        sampling.process: by_row(run, EVERY_AXIS) -> by_row(run)
+        sampling.process: shard_map_rows(run, SAMPLED_ROWS) -> shard_map_rows(run)
         test_a_round_sends_little_and_copies_no_cache[plain sampled]
     rows are not split
         sharding.SHARDED: "batch" -> "no axis"

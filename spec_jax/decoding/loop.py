@@ -16,19 +16,19 @@ from spec_jax.decoding.calls import blame, call_prefill, check_state
 from spec_jax.decoding.observers import see_first
 from spec_jax.decoding.round import decode_round
 from spec_jax.decoding.state import (
+    BatchCarry,
     Chunk,
     DecodeState,
     Finish,
     Kind,
     Record,
-    Shared,
     System,
     append,
     apply_limits,
 )
 from spec_jax.errors import ShapeError
 from spec_jax.models.chunks import over_chunks
-from spec_jax.sampling import Sampler, Source, argmax, process, sample
+from spec_jax.sampling import Sampler, argmax, process, sample
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain, constrain_state, replicate, take_rows
 
@@ -130,16 +130,10 @@ def prefill(
         state = state.replace(
             seen=see_first(tokens, lengths, logits, state, system=system, slots=slots)
         )
-    if not system.has_learned:
+    if not system.needs_update_counts:
         return state
-
-    def nothing():
-        return jnp.zeros((B, len(Source)), jnp.uint32)  # two buffers, as each is donated
-
-    return state.replace(
-        sampler=state.sampler.replace(learned=nothing()),
-        draft_sampler=state.draft_sampler.replace(learned=nothing()),
-    )
+    samplers = (state.sampler.counting_updates(), state.draft_sampler.counting_updates())
+    return state.replace(sampler=samplers[0], draft_sampler=samplers[1])
 
 
 def chunk_of(num_tokens: int, system: System) -> int | None:
@@ -291,8 +285,7 @@ def init_state(
     if sampler.temperature is None:
         first = argmax(processed)
     else:
-        keys = rng.keys(sampler.seed, rng.Purpose.TARGET, lengths)
-        first = sample(processed, rng.gumbel(keys, V))
+        first = sample(processed, rng.gumbel(sampler.keys(rng.Purpose.TARGET, lengths), V))
     empty = jnp.zeros((B, slots), jnp.int32)
     state = DecodeState(
         tokens=empty.at[:, :T].set(jnp.where(is_prompt, tokens, 0)),
@@ -440,7 +433,9 @@ def _insert(state, row, other, index, *, system):
         "sampler": state.sampler.insert_row(row, other.sampler),
         "draft_sampler": state.draft_sampler.insert_row(row, other.draft_sampler),
         "seen": {
-            name: seen if isinstance(seen, Shared) else jax.tree.map(put, seen, other.seen[name])
+            name: seen
+            if isinstance(seen, BatchCarry)
+            else jax.tree.map(put, seen, other.seen[name])
             for name, seen in state.seen.items()
         },
     }

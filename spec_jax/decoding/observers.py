@@ -14,10 +14,10 @@ import numpy as np
 from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import FirstToken, Observer, Round, Rule, TargetScores
 from spec_jax.decoding.calls import blame, check_rows, check_state
-from spec_jax.decoding.state import DecodeState, Shared, System
+from spec_jax.decoding.state import BatchCarry, DecodeState, System
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process
-from spec_jax.sharding import EVERY_AXIS, by_row, constrain, constrain_state
+from spec_jax.sharding import SAMPLED_ROWS, constrain, constrain_state, shard_map_rows
 
 
 def watch(
@@ -41,7 +41,7 @@ def watch(
         with blame(owner, seen=before), jax.named_scope(f"observe_{observer.name}"):
             new = look(observer, before)
         check_state(owner, before, new)
-        after[observer.name] = new if observer.is_by_row else Shared(new)
+        after[observer.name] = new if observer.is_by_row else BatchCarry(new)
     return after
 
 
@@ -110,7 +110,7 @@ def _init(observer: Observer, batch: int, slots: int) -> Any:
     with blame(owner, batch=batch, slots=slots):
         seen = observer.init(batch, slots)
     if not observer.is_by_row:
-        return Shared(seen)
+        return BatchCarry(seen)
     check_rows(owner, seen, batch)
     return seen
 
@@ -149,7 +149,7 @@ def _logprobs_of(scores: TargetScores, nodes: jax.Array, tokens: jax.Array) -> l
 
         return [of(logits.astype(jnp.float32)), of(processed)]
 
-    values = by_row(run, EVERY_AXIS)(scores.logits, scores.processed, nodes, tokens)
+    values = shard_map_rows(run, SAMPLED_ROWS)(scores.logits, scores.processed, nodes, tokens)
     return [constrain(x, "batch") for x in values]
 
 
@@ -200,7 +200,7 @@ def expected_acceptance(rule: Rule) -> Observer:
             return jnp.where(jnp.arange(K) < reached, value, jnp.nan)
 
         scores = of.scores.replace(features=None)
-        value = by_row(run, EVERY_AXIS)(scores, of.proposal, of.verdict.n_accept)
+        value = shard_map_rows(run, SAMPLED_ROWS)(scores, of.proposal, of.verdict.n_accept)
         return put(seen, of.columns[:, :K], constrain(value, "batch"))
 
     def init(batch, slots):

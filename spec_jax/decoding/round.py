@@ -27,8 +27,8 @@ from spec_jax.decoding.observers import see_round
 from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import Sampler, Source, process
-from spec_jax.sharding import EVERY_AXIS, by_row, constrain
+from spec_jax.sampling import Sampler, UpdateCounter, process
+from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 
 
 def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> DecodeState:
@@ -69,13 +69,13 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
     """
     if system.drafter.num_updates is not None:
         num_updates = system.drafter.num_updates(params, state.draft)
-        state = state.noting(Source.MEMORY, num_updates)
+        state = state.with_update_count(UpdateCounter.MEMORY, num_updates)
     context = system.context(
         state.tokens, state.length, state.draft_sampler, state.sampler.seed, state.sampler.is_greedy
     )
     proposal, drafter_state = propose(params, state.draft, context, system)
     if proposal.num_updates is not None:
-        state = state.noting(Source.MEMORY, proposal.num_updates)
+        state = state.with_update_count(UpdateCounter.MEMORY, proposal.num_updates)
     return proposal, state.replace(draft=drafter_state)
 
 
@@ -232,7 +232,7 @@ def accept(state: DecodeState, proposal: Proposal, scores: TargetScores, system:
 
     with jax.named_scope("accept"):
         # An argmax is found where the logits lie; all else takes whole rows.
-        run = decide if system.rule.is_greedy else by_row(decide, EVERY_AXIS)
+        run = decide if system.rule.is_greedy else shard_map_rows(decide, SAMPLED_ROWS)
         verdict = run(state.sampler, state.length, proposal, scores.replace(features=None))
         # All layers of the next pass read what follows from it, so it is gathered here, once.
         small = {name: getattr(verdict, name) for name in ("n_accept", "tokens", "path", "fault")}
@@ -324,7 +324,7 @@ def round_noise(
 
     A coupled rule gets the noise of plain decoding at each position. Every other rule gets fresh
     noise for this round, because it conditions on draws past the first rejection. Where drafts or K
-    depend on earlier outputs, rounds of K = 0 have fresh noise too (see ``Sampler.learned``).
+    depend on earlier outputs, rounds of K = 0 have fresh noise too (see ``Sampler.update_counts``).
 
     Args:
       rule: the acceptance rule.
@@ -336,13 +336,10 @@ def round_noise(
     """
     B, depth = start.shape[0], num_draft if depth is None else depth
 
-    def keys(purpose, position):
-        return rng.keys(sampler.seed, purpose, position, learned=sampler.learned)
-
     if rule.is_coupled:
 
         def at(i):
-            return rng.gumbel(keys(rng.Purpose.TARGET, start + 1 + i), vocab_size)
+            return rng.gumbel(sampler.keys(rng.Purpose.TARGET, start + 1 + i), vocab_size)
 
         def make():
             return jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
@@ -351,8 +348,8 @@ def round_noise(
     else:
 
         def make():
-            return rng.gumbel(keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
+            return rng.gumbel(sampler.keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
 
         shape = (B, 1, vocab_size)
     gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
-    return Noise(rng.uniform(keys(rng.Purpose.ACCEPT, start), num_draft), gumbel)
+    return Noise(rng.uniform(sampler.keys(rng.Purpose.ACCEPT, start), num_draft), gumbel)

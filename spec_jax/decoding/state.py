@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from spec_jax.contracts import Context, Drafter, Model, Observer, Rule
 from spec_jax.models.chunks import CHUNK
-from spec_jax.sampling import Sampler, Source
+from spec_jax.sampling import Sampler, UpdateCounter
 
 
 class Kind(enum.IntEnum):
@@ -71,8 +71,8 @@ class System(NamedTuple):
         return max(self.num_draft + 1, self.drafter.window)
 
     @property
-    def has_learned(self) -> bool:
-        """Whether noise must be independent of what drafter or K have learned from outputs.
+    def needs_update_counts(self) -> bool:
+        """Whether drafts or K depend on earlier outputs, so that update counts enter the noise.
 
         The tokens of a coupled or greedy rule do not depend on drafts.
         """
@@ -104,16 +104,16 @@ class System(NamedTuple):
 
 
 @flax.struct.dataclass
-class Shared:
-    """What an observer has seen of all rows together; it is replicated on a mesh."""
+class BatchCarry:
+    """An observer's carry that has no batch dimension; it is replicated on a mesh."""
 
     value: Any
 
-    def axes(self) -> Shared:
+    def axes(self) -> BatchCarry:
         """The logical axes of the arrays, see ``sharding``."""
-        return Shared(jax.tree.map(lambda x: PartitionSpec(), self.value))
+        return BatchCarry(jax.tree.map(lambda x: PartitionSpec(), self.value))
 
-    def take_rows(self, rows: jax.Array) -> Shared:
+    def take_rows(self, rows: jax.Array) -> BatchCarry:
         del rows
         return self
 
@@ -155,10 +155,12 @@ class DecodeState:
     def is_active(self) -> jax.Array:
         return self.finish == Finish.RUNNING
 
-    def noting(self, source: Source, num_updates: jax.Array | int) -> DecodeState:
-        """Returns the state of rows that have read ``num_updates``, see ``Sampler.noting``."""
-        samplers = (x.noting(source, num_updates) for x in (self.sampler, self.draft_sampler))
-        return self.replace(**dict(zip(("sampler", "draft_sampler"), samplers)))
+    def with_update_count(self, source: UpdateCounter, count: jax.Array | int) -> DecodeState:
+        """Keys each row's noise by how often what it reads has changed, see ``Sampler``."""
+        return self.replace(
+            sampler=self.sampler.with_update_count(source, count),
+            draft_sampler=self.draft_sampler.with_update_count(source, count),
+        )
 
 
 class Chunk(NamedTuple):
@@ -198,7 +200,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, state: DecodeState) -> Record:
-        own = {"seen": {k: x for k, x in state.seen.items() if not isinstance(x, Shared)}}
+        own = {"seen": {k: x for k, x in state.seen.items() if not isinstance(x, BatchCarry)}}
         return cls(*(own.get(name, getattr(state, name)) for name in cls._fields))
 
 

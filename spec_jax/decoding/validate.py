@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from spec_jax.contracts import Proposal, Rule, TargetScores, Verdict
 from spec_jax.decoding.state import Finish, System
 from spec_jax.errors import ConfigError
-from spec_jax.sharding import EVERY_AXIS, by_row, constrain
+from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 
 # Of the sum of a distribution. Added one after the other, 2**18 small float32 numbers may lose
 # 2**18 * 2**-25 of their sum, and the loop must not stop a row for that.
@@ -79,7 +79,9 @@ def validate_proposal(
     fault = jnp.where(is_invalid, Finish.INVALID_DRAFT, Finish.RUNNING)
     if proposal.probs is not None and system.num_draft > 0:
         greedy = jnp.zeros(n_draft.shape, bool) if is_greedy is None else is_greedy
-        probs, is_wrong = by_row(_guard_probs, EVERY_AXIS)(proposal.replace(logits=None), greedy)
+        probs, is_wrong = shard_map_rows(_guard_probs, SAMPLED_ROWS)(
+            proposal.replace(logits=None), greedy
+        )
         proposal, is_wrong = proposal.replace(probs=probs), constrain(is_wrong, "batch")
         if system.needs_probs:
             fault = jnp.where(is_wrong & ~is_invalid, Finish.INVALID_DRAFT_PROBS, fault)

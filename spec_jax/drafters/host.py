@@ -16,7 +16,7 @@ from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.drafters.model_free import NO_DRAFT, model_free
 from spec_jax.errors import ConfigError
-from spec_jax.sharding import by_row, copies_of_rows
+from spec_jax.sharding import copies_of_rows, shard_map_rows
 
 _LARGEST = np.iinfo(np.int32).max
 _INVALID = -1  # a number of drafts that the loop refuses, see ``decoding.validate``
@@ -99,7 +99,7 @@ def host_drafter(
         # The root's node, 0: drafters that draw in the loop use those from 1 on.
         sampler = context.sampler
         root = jnp.int32(0)
-        keys = rng.keys(sampler.seed, rng.Purpose.DRAFT, context.length, root, sampler.learned)
+        keys = sampler.keys(rng.Purpose.DRAFT, context.length, root)
         seeds = jax.vmap(jax.random.bits)(keys)
         if num_updates is not None and (copies := copies_of_rows(len(context.length))) > 1:
             raise ConfigError(
@@ -108,7 +108,7 @@ def host_drafter(
                 "the batch, or none"
             )
         # On a mesh every device asks for its own rows.
-        out = by_row(draft)(context.tokens, context.length, seeds)
+        out = shard_map_rows(draft)(context.tokens, context.length, seeds)
         return Proposal(**out), state
 
     def draft_rows(result, tokens, lengths, seeds) -> dict[str, np.ndarray]:

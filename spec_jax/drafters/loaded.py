@@ -19,7 +19,7 @@ from spec_jax.meshes import to_mesh
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
 from spec_jax.models.params import Params, flat_table, head_counts, table_placement
-from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
+from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
 from spec_jax.show.summary import Shown
 from spec_jax.tree import AnyTree
 
@@ -121,11 +121,11 @@ class LoadedHead(Shown):
         config = dataclasses.replace(self.config, **changes)
         return dataclasses.replace(self, config=config, params=params)
 
-    def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
+    def unsplit_weights(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
         layer = registry.layer_of(self.config)
         table = self.kind.head.table(self.config)
-        return kept_whole(self.name, table, mesh, axis_rules, head_counts(layer))
+        return unsplit_weights(self.name, table, mesh, axis_rules, head_counts(layer))
 
     @property
     def num_params(self) -> int:

@@ -21,7 +21,7 @@ from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, name_
 from spec_jax.engine.request import Request
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import use_mesh
-from spec_jax.sharding import log_once, whole_rows
+from spec_jax.sharding import log_once, unsplit_batch
 
 
 class Engine:
@@ -147,7 +147,7 @@ class Engine:
         """
         batch = len(state.limit)
         if self.mesh is not None:
-            for line in whole_rows(batch, self.mesh):
+            for line in unsplit_batch(batch, self.mesh):
                 log_once(line)
         program = self._program(name_of_round(self.system, batch), state, state.tokens.shape)
         with use_mesh(self.mesh), program:

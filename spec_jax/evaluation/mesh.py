@@ -66,12 +66,12 @@ class MeshOptions(NamedTuple):
         """
         if self.mesh is None:
             return None
-        whole = target.kept_whole(self.mesh)
+        whole = target.unsplit_weights(self.mesh)
         for draft in drafts:
-            whole += draft.kept_whole(self.mesh, self.draft_axis_rules)
+            whole += draft.unsplit_weights(self.mesh, self.draft_axis_rules)
         return {
             "axes": dict(self.mesh.shape),
             "devices": [str(device) for device in self.mesh.devices.flat],
             "is_draft_replicated": self.is_draft_replicated,
-            "kept_whole": whole + (sharding.whole_rows(batch, self.mesh) if batch else []),
+            "kept_whole": whole + (sharding.unsplit_batch(batch, self.mesh) if batch else []),
         }

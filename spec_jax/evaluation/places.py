@@ -17,7 +17,7 @@ import numpy as np
 
 from spec_jax.contracts import Observer, Proposal, Round, TargetScores, Verdict
 from spec_jax.intervals import Interval, jackknife
-from spec_jax.sharding import EVERY_AXIS, by_row, constrain
+from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 
 PLACES = ("the pending token", "first children alone", "a sibling", "below a sibling")
 _NAME = "acceptance_by_place"
@@ -58,7 +58,7 @@ def _update(seen: jax.Array, of: Round) -> jax.Array:
         return jax.vmap(_count)(scores, proposal, verdict, is_counted)
 
     scores = of.scores.replace(features=None, logits=None)
-    new = by_row(run, EVERY_AXIS)(scores, of.proposal, of.verdict, is_counted)
+    new = shard_map_rows(run, SAMPLED_ROWS)(scores, of.proposal, of.verdict, is_counted)
     return seen + constrain(new, "batch")
 
 

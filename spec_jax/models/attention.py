@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from spec_jax.sharding import ambient, by_shard, constrain, spec
+from spec_jax.sharding import ambient, constrain, shard_map_over, spec
 
 # ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
 # takes more time than its products save. Of a long cache it may read less, see ``prefix_sizes``. A
@@ -240,7 +240,7 @@ def attend_filled(
     in_axes = (P("batch"), P(), P("batch"), P("batch") if first.ndim else P())
     run = functools.partial(_over_blocks, scale=scale, block=block)
     heads = P("batch", None, "heads")
-    run = by_shard(run, (heads, axes, axes, P(), in_axes), heads)
+    run = shard_map_over(run, (heads, axes, axes, P(), in_axes), heads)
     return run(q_BTNH, keys, values, jnp.int32(layer), parts).reshape(*q_BTNH.shape[:2], -1)
 
 
@@ -392,7 +392,9 @@ def by_splash(
     heads = P("batch", "heads")
     keys = P("batch", "kv_heads")
     q = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype).transpose(0, 2, 1, 3)
-    out = by_shard(attend_rows, (heads, keys, keys, P("batch")), heads)(q, k_BGTH, v_BGTH, begins)
+    out = shard_map_over(attend_rows, (heads, keys, keys, P("batch")), heads)(
+        q, k_BGTH, v_BGTH, begins
+    )
     return out.transpose(0, 2, 1, 3).reshape(-1, T, N * H)
 
 

@@ -15,7 +15,7 @@ from spec_jax.models.caches.kv import UNROLLED_ROWS
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.cpu_layout import find_joined, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
-from spec_jax.sharding import by_row, constrain, gather_width, repeat_heads
+from spec_jax.sharding import constrain, gather_width, repeat_heads, shard_map_rows
 
 
 class Window(NamedTuple):
@@ -124,7 +124,7 @@ def _window_mask(window_mask, length, slots):
             mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))
         return mask
 
-    return by_row(put)(mask, window_mask, length)
+    return shard_map_rows(put)(mask, window_mask, length)
 
 
 def check_one_document(window: Window) -> None:

@@ -18,7 +18,7 @@ from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import Params, all_tables, head_counts, num_params, placement
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, AxisRules, kept_whole, place
+from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
 from spec_jax.show.summary import Shown, count_text
 
 
@@ -110,13 +110,13 @@ class LoadedModel(Shown):
             sharding = placement(self.name, self.config, mesh, axis_rules)
         return dataclasses.replace(self, params=place(self.params, sharding))
 
-    def kept_whole(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
+    def unsplit_weights(self, mesh: Mesh, axis_rules: AxisRules = SHARDED) -> list[str]:
         """Returns a sentence for each size that the mesh does not divide, see ``on_mesh``."""
         if self.config is None:
             return []
         counts = head_counts(self.config)
         table = all_tables(self.config)
-        return kept_whole(self.name, table, mesh, axis_rules, counts)
+        return unsplit_weights(self.name, table, mesh, axis_rules, counts)
 
     @property
     def num_params(self) -> int | None:

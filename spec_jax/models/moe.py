@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.specs import ParamSpec, gated_specs
-from spec_jax.sharding import ambient, by_shard, spec
+from spec_jax.sharding import ambient, shard_map_over, spec
 
 EXPERTS = ("experts_gate", "experts_up", "experts_down")
 """Names of the maps of the routed experts."""
@@ -107,7 +107,7 @@ def mix_experts(
     in_axes = tuple(map(_axes, experts)), P(rows), P(rows, None, "experts")
     mix = functools.partial(_mix_rows, num_chosen=num_chosen)
     with jax.named_scope("experts"):
-        run = by_shard(mix, in_axes, P(rows), summed=("experts", X))
+        run = shard_map_over(mix, in_axes, P(rows), summed=("experts", X))
         return run(experts, x_BTD, weights_BTX.astype(x_BTD.dtype))
 
 

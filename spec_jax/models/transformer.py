@@ -19,7 +19,7 @@ from spec_jax.models.layers import Window, centred_norms, constrain_logits, embe
 from spec_jax.models.moe import EXPERTS, OfStack
 from spec_jax.models.params import Params, init_params
 from spec_jax.models.runs import name_of, runs_of
-from spec_jax.sharding import constrain, keep_layout
+from spec_jax.sharding import constrain, pin_tpu_layout
 
 __all__ = ["forward", "init_cache", "init_params", "logits", "model", "unembed"]
 
@@ -136,8 +136,8 @@ def _scan(step, run, weights, x, cache, places, inner):
             if slot is not None:
                 held = jax.lax.dynamic_update_index_in_dim(held, x, slot, axis=0)
                 held = constrain(held, None, "batch")
-            layer = jax.tree.map(keep_layout, sliced)
-            whole = {name: keep_layout(w) for name, w in stacked.items() if is_whole(name)}
+            layer = jax.tree.map(pin_tpu_layout, sliced)
+            whole = {name: pin_tpu_layout(w) for name, w in stacked.items() if is_whole(name)}
             layer |= {name: OfStack(w, repeat) for name, w in whole.items()}
             x, cache = step(layers.start, layer, x, cache, place)
         return (x, cache, held), None

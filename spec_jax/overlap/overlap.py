@@ -54,7 +54,7 @@ from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh, use_mesh
 from spec_jax.overlap import pearl
-from spec_jax.overlap.pearl import DraftSide, Outcome
+from spec_jax.overlap.pearl import DraftSide, Verified
 from spec_jax.sharding import place_state
 
 Side = jax.Device | Sharding | Mesh
@@ -133,7 +133,7 @@ class SplitState(NamedTuple):
 
     ahead: Proposal  # on the target's devices, with the distributions that the rule reads
     side: DraftSide  # on the draft's
-    outcome: Outcome  # on the draft's, of the last tick
+    outcome: Verified  # on the draft's, of the last tick
     tick: int
 
 
@@ -182,7 +182,7 @@ def check(system: System) -> None:
         reason = "has no `rewind` to forget a block that is dropped"
     elif system.num_draft == 0:
         reason = "drafts nothing"
-    elif system.has_learned:
+    elif system.needs_update_counts:
         raise ConfigError(
             f"drafter {drafter.name!r} drafts from earlier outputs, which overlapped drafting "
             "supports only under 'greedy' and 'match'; take one of these, or "

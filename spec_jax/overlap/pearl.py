@@ -22,8 +22,8 @@ from spec_jax.sharding import constrain_state, replicate
 
 
 @flax.struct.dataclass
-class Outcome:
-    """Outcome of one chain, sent to the draft's devices."""
+class Verified:
+    """Verified of one chain, sent to the draft's devices."""
 
     tokens: jax.Array  # i32[B,K+1], emitted, of which the first n_emit count
     n_emit: jax.Array  # i32[B]
@@ -47,7 +47,7 @@ class DraftSide:
 @functools.partial(bounded_jit, static_argnames=("system", "slots"))
 def prefill_draft(
     params, prompts, tokens, length, sampler, request, is_greedy, *, system: System, slots: int
-) -> tuple[DraftSide, Outcome]:
+) -> tuple[DraftSide, Verified]:
     """Returns the draft's side before the first tick, and an outcome that changes nothing."""
     B, _ = tokens.shape
     K = system.num_draft
@@ -70,7 +70,7 @@ def prefill_draft(
         none(),
         draft,
     )
-    outcome = Outcome(
+    outcome = Verified(
         jnp.zeros((B, K + 1), jnp.int32), jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool)
     )
     return constrain_state((side, outcome))
@@ -78,7 +78,7 @@ def prefill_draft(
 
 @functools.partial(bounded_jit, static_argnames="system", donate_argnames="side")
 def draft_ahead(
-    params, side: DraftSide, outcome: Outcome, *, system: System
+    params, side: DraftSide, outcome: Verified, *, system: System
 ) -> tuple[Proposal, DraftSide]:
     """Takes in the outcome of the last tick, then drafts a block after what is ahead.
 
@@ -103,7 +103,7 @@ def draft_ahead(
     return constrain_state((block, side))
 
 
-def _follow_outcome(params, side: DraftSide, outcome: Outcome, drafter) -> DraftSide:
+def _follow_outcome(params, side: DraftSide, outcome: Verified, drafter) -> DraftSide:
     """Applies an outcome: the side's own block is ahead now, or is dropped and forgotten."""
     ahead = remaining_ahead(side.block, outcome.is_whole)
     gained = outcome.n_emit + ahead.n_draft - side.ahead.n_draft
@@ -147,7 +147,7 @@ def accept_chain(
     features: jax.Array | None,
     *,
     system: System,
-) -> tuple[DecodeState, Proposal, Outcome, jax.Array]:
+) -> tuple[DecodeState, Proposal, Verified, jax.Array]:
     """Ends a tick: the rule decides on [ahead | the block's first draft], and the target commits.
 
     Args:
@@ -176,7 +176,7 @@ def accept_chain(
     state, n_emit = decoding.emit(state, chain, scores, verdict, system, num_rows)
     is_whole = (verdict.n_accept == num_rows) & (n_emit == num_rows)
     state = state.replace(target=state.target.commit(n_emit))
-    outcome = Outcome(verdict.tokens, n_emit, is_whole)
+    outcome = Verified(verdict.tokens, n_emit, is_whole)
     ahead = remaining_ahead(block, is_whole)
     num_active = replicate(state.is_active.sum(dtype=jnp.int32))
     return *constrain_state((state, ahead, outcome)), num_active

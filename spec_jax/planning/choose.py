@@ -51,7 +51,7 @@ class Deployment:
 def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
     """Returns every mesh of all devices that divides the target's heads and the rows.
 
-    Of key-value heads its tensor axis may also be a multiple, see ``sharding.head_copies``.
+    Of key-value heads its tensor axis may also be a multiple, see ``sharding.kv_replication``.
 
     Where none divides the rows, as with one row on eight devices, the rows are whole on all of them
     and only the heads have to be divided.

@@ -30,11 +30,11 @@ from spec_jax.models.params import flat_table, head_counts, layer_tables, outer_
 from spec_jax.models.specs import ParamSpec
 from spec_jax.planning.chips import Chip
 from spec_jax.sharding import (
-    EVERY_AXIS,
     REPLICATED,
+    SAMPLED_ROWS,
     SHARDED,
     AxisRules,
-    head_copies,
+    kv_replication,
     named,
     state_axes,
     use_axis_rules,
@@ -90,7 +90,7 @@ class Setting:
     @functools.cached_property
     def sampled_rows(self) -> int:
         """Rows that one device samples."""
-        return _local((EVERY_AXIS,), (self.batch,), self.abstract_mesh, SHARDED, {})
+        return _local((SAMPLED_ROWS,), (self.batch,), self.abstract_mesh, SHARDED, {})
 
     @property
     def itemsize(self) -> int:
@@ -341,5 +341,5 @@ def _stack(
         num_reduced=len(summed),
         slot_bytes=slot,
         fixed_bytes=fixed,
-        queries=uses * heads / (groups * head_copies("kv_heads", groups, mesh, axis_rules)),
+        queries=uses * heads / (groups * kv_replication("kv_heads", groups, mesh, axis_rules)),
     )

@@ -18,7 +18,7 @@ from spec_jax.processors.penalties import PENALTIES
 
 
 @flax.struct.dataclass
-class Active:
+class BatchedProcessor:
     """A processor that some row of a batch uses."""
 
     processor: Processor = flax.struct.field(pytree_node=False)
@@ -26,7 +26,7 @@ class Active:
     is_on: jax.Array | None = None  # bool[B], rows that use it; None: all
     state: Any = None  # [B,...]; None before the prompts are known
 
-    def start(self, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Active:
+    def start(self, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> BatchedProcessor:
         """Returns it with the state after the prompts i32[B,T] of ``lengths`` i32[B]."""
 
         def init(tokens, length):
@@ -46,12 +46,12 @@ class Active:
             )
         return new if self.is_on is None else jnp.where(self.is_on[:, None, None], new, logits)
 
-    def advance(self, tokens: jax.Array, n: jax.Array) -> Active:
+    def advance(self, tokens: jax.Array, n: jax.Array) -> BatchedProcessor:
         """Returns it after the first n (i32[B]) of i32[B,P] tokens were emitted or drafted."""
         return self.replace(state=jax.vmap(self.processor.advance)(self.state, tokens, n))
 
 
-def from_configs(configs: Sequence[SamplerConfig], vocab_size: int) -> tuple[Active, ...]:
+def from_configs(configs: Sequence[SamplerConfig], vocab_size: int) -> tuple[BatchedProcessor, ...]:
     """Returns the processors that rows use, in the order in which they are applied.
 
     Args:
@@ -75,4 +75,6 @@ def from_configs(configs: Sequence[SamplerConfig], vocab_size: int) -> tuple[Act
     def rows(p):
         return jnp.asarray(np.asarray([p in config.processors for config in configs]))
 
-    return *(Active(*x) for x in used.items()), *(Active(p, None, rows(p)) for p in given)
+    return *(BatchedProcessor(*x) for x in used.items()), *(
+        BatchedProcessor(p, None, rows(p)) for p in given
+    )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from spec_jax.errors import ConfigError
 
 
-def by_token(
+def per_token(
     init: Callable[..., Any],
     apply: Callable[[Any, jax.Array], jax.Array],
     advance: Callable[[Any, jax.Array], Any],

@@ -31,7 +31,7 @@ def batched(accept_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return accept
 
 
-def by_shape(
+def chain_or_tree(
     on_chain: Callable[..., Verdict], on_tree: Callable[..., Verdict]
 ) -> Callable[..., Verdict]:
     """Joins a rule for chains and one for trees, each written for one row, over the batch.
@@ -53,7 +53,7 @@ def by_shape(
 
 MATCH = Rule(
     "match",
-    by_shape(chain.match, tree.match),
+    chain_or_tree(chain.match, tree.match),
     is_lossless=True,
     expected_acceptance=chain.expected_match,
     is_coupled=True,
@@ -61,7 +61,7 @@ MATCH = Rule(
 )
 GREEDY = Rule(
     "greedy",
-    by_shape(chain.greedy, tree.greedy),
+    chain_or_tree(chain.greedy, tree.greedy),
     is_lossless=True,
     expected_acceptance=chain.expected_greedy,
     is_greedy=True,
@@ -71,7 +71,7 @@ _FIXED = (
     GREEDY,
     Rule(
         "residual",
-        by_shape(chain.residual, tree.residual),
+        chain_or_tree(chain.residual, tree.residual),
         is_lossless=True,
         expected_acceptance=chain.expected_residual,
         needs_probs=True,
@@ -80,7 +80,7 @@ _FIXED = (
     Rule("block", batched(chain.block), is_lossless=True, needs_probs=True, is_joint=True),
     Rule(
         "traversal",
-        by_shape(chain.block, tree.traversal),
+        chain_or_tree(chain.block, tree.traversal),
         is_lossless=True,
         needs_probs=True,
         is_joint=True,

@@ -85,7 +85,7 @@ def learned(decoder) -> list[list[int]]:
     engine = decoder.engine()
     state = start(decoder, [[0, 1, 2]], [8], make_sampler(WARM, 1, V))
     state, _ = engine.generate(state, np.zeros(1, np.int32), 1)
-    return [np.asarray(x.learned).tolist() for x in (state.sampler, state.draft_sampler)]
+    return [np.asarray(x.update_counts).tolist() for x in (state.sampler, state.draft_sampler)]
 
 
 @pytest.mark.exhaustive
@@ -133,11 +133,11 @@ def test_every_count_of_every_source_has_noise_of_its_own():
     """Of drafts, coins and replacements, and of rounds of K = 0 under a rule that drafts."""
     counts = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (1, 2), (2, 1)]
     sampler = make_sampler(WARM, len(counts), V, [7] * len(counts))
-    sampler = sampler.replace(learned=jnp.asarray(counts, jnp.uint32))
+    sampler = sampler.replace(update_counts=jnp.asarray(counts, jnp.uint32))
     start, streams = jnp.full((len(counts),), 3), []
     for rule in (RESIDUAL, MATCH):
         make = jax.jit(lambda sampler: decoding.round_noise(rule, sampler, start, K, V))
-        noise, unlearned = make(sampler), make(sampler.replace(learned=None))
+        noise, unlearned = make(sampler), make(sampler.replace(update_counts=None))
         streams += [noise.uniforms[:, 0], noise.gumbel[:, 0, 0]]
         np.testing.assert_array_equal(unlearned.gumbel[0], noise.gumbel[0])
     for stream in streams:
@@ -166,7 +166,7 @@ def test_the_noise_of_a_round_is_made_with_the_updates_of_the_choice_of_k():
     for number in range(3):
         state, _ = engine.generate(state, np.zeros(1, np.int32), 1)
         for sampler in (state.sampler, state.draft_sampler):
-            assert sampler.learned.tolist() == [[0, number]]
+            assert sampler.update_counts.tolist() == [[0, number]]
         assert decoder.adaptive.tuner.num_updates == number + 1
 
 

@@ -78,18 +78,18 @@ def test_what_a_mesh_does_not_divide_is_said():
     """4 heads, 2 key-value heads, 24 inner features, 31 ids; a reduced vocabulary of 10."""
     mesh = AbstractMesh((2, 4), meshes.MESH_AXES)
     whole = "is not divided by the mesh axis tensor:4, so every device along it holds all of it"
-    assert TARGET.kept_whole(mesh) == [f"tiny: vocab of size 31 {whole}"]
+    assert TARGET.unsplit_weights(mesh) == [f"tiny: vocab of size 31 {whole}"]
     head = random_head(EagleConfig.of_target(LLAMA, 3, 10), jax.random.key(0))
-    assert f"{head.name}: vocab of size 10 {whole}" in head.kept_whole(mesh)
-    assert head.kept_whole(mesh, sharding.REPLICATED) == []
+    assert f"{head.name}: vocab of size 10 {whole}" in head.unsplit_weights(mesh)
+    assert head.unsplit_weights(mesh, sharding.REPLICATED) == []
     # Experts that the mesh does not divide are split by their inner width.
     experts = ParamSpec((6, 8, 4), ("experts", None, "mlp"), "experts")
     table = {"router": ParamSpec((8, 6), ("embed", "experts"), "router"), "experts": experts}
     only = [f"moe: experts of size 6 {whole}"]
-    assert sharding.kept_whole("moe", table, mesh, sharding.SHARDED, {}) == only
+    assert sharding.unsplit_weights("moe", table, mesh, sharding.SHARDED, {}) == only
     del table["router"]
-    assert sharding.kept_whole("moe", table, mesh, sharding.SHARDED, {}) == []
-    assert sharding.whole_rows(4, mesh) == [] and len(sharding.whole_rows(3, mesh)) == 1
+    assert sharding.unsplit_weights("moe", table, mesh, sharding.SHARDED, {}) == []
+    assert sharding.unsplit_batch(4, mesh) == [] and len(sharding.unsplit_batch(3, mesh)) == 1
     options = MeshOptions(one_device())
     assert options.facts(TARGET, batch=3)["kept_whole"] == []
     assert options.facts(TARGET)["axes"] == {"data": 1, "tensor": 1}

@@ -18,7 +18,7 @@ from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.named import to_rule
-from spec_jax.processors import by_token
+from spec_jax.processors import per_token
 from spec_jax.sampling import make_sampler, process
 from spec_jax.testing import CertificateError
 from spec_jax.tree import Tree
@@ -121,7 +121,7 @@ def strict(text_length=None):
         is_dead = state["is_dead"] | (token == state["last"])
         return {"last": token, "length": state["length"] + 1, "is_dead": is_dead}
 
-    return Processor("strict", *by_token(start, apply, advance))
+    return Processor("strict", *per_token(start, apply, advance))
 
 
 @pytest.mark.exhaustive
@@ -143,7 +143,7 @@ def test_a_certificate_blames_the_processor_that_forbids_every_token():
 
 def test_a_processor_that_forgets_the_drafts_is_found():
     """The same processor, whose nodes all have the state before the window."""
-    start, _, after = by_token(init, apply, advance)
+    start, _, after = per_token(init, apply, advance)
     stale = lambda params, state, logits, drafted, is_before: (
         logits - COST * (state["pairs"][state["last"]])
     )
@@ -176,7 +176,7 @@ def test_of_a_tree_each_node_follows_its_own_path():
 
 
 def of_name(name, apply=apply, advance=advance):
-    return Processor(name, *by_token(init, apply, advance))
+    return Processor(name, *per_token(init, apply, advance))
 
 
 NARROW = of_name("narrow", apply=lambda state, logits: logits[:2])

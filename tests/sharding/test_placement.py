@@ -22,10 +22,10 @@ from spec_jax.sharding import (
     FULLY_SHARDED,
     REPLICATED,
     SHARDED,
-    by_row,
     check_divides,
     constrain_state,
     named,
+    shard_map_rows,
     state_axes,
 )
 
@@ -45,9 +45,11 @@ def test_a_decoder_leaves_weights_as_they_are_split():
 def test_what_has_no_rows_is_refused_by_row():
     with jax.set_mesh(make_mesh(MESH)):
         with pytest.raises(ShapeError, match="of 4 rows, .* expected the rows"):
-            jax.eval_shape(by_row(lambda x: x.sum()), jnp.ones((4, 2)))
+            jax.eval_shape(shard_map_rows(lambda x: x.sum()), jnp.ones((4, 2)))
         with pytest.raises(ShapeError, match=r"shapes \[\(3,\)\] are given"):
-            jax.eval_shape(by_row(lambda x, table: x + table[0]), jnp.ones((4, 2)), jnp.ones(3))
+            jax.eval_shape(
+                shard_map_rows(lambda x, table: x + table[0]), jnp.ones((4, 2)), jnp.ones(3)
+            )
 
 
 def test_a_snapshot_has_each_head_once_and_moves_between_meshes():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.contracts import Processor
-from spec_jax.processors import by_token
+from spec_jax.processors import per_token
 from spec_jax.testing.oracles import toy_logits
 
 
@@ -47,7 +47,7 @@ class Automata:
         def advance(state, token):
             return {**state, "state": tables[1][state["which"], state["state"], token]}
 
-        self.processor = Processor("g", *by_token(init, apply, advance))
+        self.processor = Processor("g", *per_token(init, apply, advance))
 
     def greedy(self, params, prompt: list[int], max_new_tokens: int) -> tuple[tuple, str]:
         """The greedy output of a toy model, and why it ends, without the code that decodes."""

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from spec_jax import Processor
-from spec_jax.processors import by_token
+from spec_jax.processors import per_token
 
 COST = 1.5
 
@@ -23,4 +23,4 @@ def advance(state, token):
     return {"pairs": state["pairs"].at[state["last"], token].add(1), "last": token}
 
 
-REPEATS = Processor("repeats", *by_token(init, apply, advance))
+REPEATS = Processor("repeats", *per_token(init, apply, advance))

@@ -38,7 +38,7 @@ def certified(memory: str):
 @pytest.mark.parametrize("memory", ["suffix", "host"])
 def test_a_memory_whose_updates_are_not_in_the_noise_is_refused(memory, monkeypatch):
     keys = rng.keys
-    without = lambda seed, stream, position, node=None, learned=None: keys(
+    without = lambda seed, stream, position, node=None, update_counts=None: keys(
         seed, stream, position, node
     )
     monkeypatch.setattr(rng, "keys", without)

@@ -17,7 +17,7 @@ from support.decoders import changed_draft
 import spec_jax
 from spec_jax.contracts import Rule
 from spec_jax.named import to_rule
-from spec_jax.rules import batched, by_shape, chain, tree
+from spec_jax.rules import batched, chain, chain_or_tree, tree
 from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate.forcing import draws_as_reported
 from spec_jax.testing.certificate.records import Range, probability
@@ -165,7 +165,7 @@ def test_deterministic_drafts_and_trees_show_the_same_defects(kind, name):
         s for s in other_drafters(honest, make_subject(None, None, 0)) if s.drafter.name == kind
     )
     change = MUTANTS[name]
-    accept = by_shape(change(chain.residual), change(tree.residual))
+    accept = chain_or_tree(change(chain.residual), change(tree.residual))
     system = subject.system(honest._replace(name="mutant", accept=accept), 3)
     forced = force_all(system, subject.params, rows, prefixes(subject, len(rows), 2), 3, 512)
     with pytest.raises(CertificateError, match=r"token \d has probability .* should have"):

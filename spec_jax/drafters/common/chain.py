@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
 from spec_jax.sampling import Sampler, argmax, process, sample
-from spec_jax.sharding import EVERY_AXIS, by_row, constrain
+from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 
 
 def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Array]:
@@ -32,7 +32,7 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
       i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
     """
 
-    is_argmax = _is_cold(context) and not context.has_probs
+    is_argmax = _is_greedy(context) and not context.has_probs
 
     def run(context, logits, node):
         sampler = context.sampler
@@ -46,7 +46,7 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
         if context.is_coupled:
             keys = rng.keys(context.request, rng.Purpose.TARGET, start + node)
         else:
-            keys = rng.keys(sampler.seed, rng.Purpose.DRAFT, start, node, sampler.learned)
+            keys = sampler.keys(rng.Purpose.DRAFT, start, node)
         return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
 
     if is_argmax:  # it is found where the logits lie
@@ -56,7 +56,7 @@ def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Arra
     return constrain(token, "batch"), dist
 
 
-def _is_cold(context: Context) -> bool:
+def _is_greedy(context: Context) -> bool:
     """Whether all rows take the argmax."""
     return context.sampler.temperature is None and context.gumbel is None
 
@@ -69,15 +69,15 @@ def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> A
     Args:
       function: draws from whole rows; it reads all of the context but its tokens.
       context: the sampler and the noise to draw with.
-      *args: see ``sharding.by_row``.
+      *args: see ``sharding.shard_map_rows``.
     """
     names = ("sampler", "request", "length", "gumbel")
 
     def run(fields, *args):
         return function(context._replace(**fields), *args)
 
-    rows_axis = "batch" if _is_cold(context) else EVERY_AXIS
-    return by_row(run, rows_axis)({name: getattr(context, name) for name in names}, *args)
+    rows_axis = "batch" if _is_greedy(context) else SAMPLED_ROWS
+    return shard_map_rows(run, rows_axis)({name: getattr(context, name) for name in names}, *args)
 
 
 @flax.struct.dataclass

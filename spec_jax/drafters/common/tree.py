@@ -14,7 +14,7 @@ from spec_jax.contracts import Context, Proposal
 from spec_jax.drafters.common.chain import draw_by_row
 from spec_jax.errors import ConfigError
 from spec_jax.sampling import process, top_k
-from spec_jax.sharding import by_row, constrain
+from spec_jax.sharding import constrain, shard_map_rows
 from spec_jax.tree import AnyTree, DynamicTree, Tree
 
 # ``(carry, tokens i32[B,W], parent i32[B|1,W], seen bool[B|1,W,X]) -> (logits f32[B,W,V],
@@ -180,12 +180,10 @@ def _noise(context: Context, nodes, depth: int, shape) -> jax.Array:
     if context.is_coupled:
         keys = rng.keys(context.request, rng.Purpose.TARGET, context.length + depth)
         return jnp.broadcast_to(rng.gumbel(keys, V)[:, None], shape)
-    seed = context.sampler.seed
-    start = context.length
-    learned = context.sampler.learned
 
     def one(node):
-        return rng.gumbel(rng.keys(seed, rng.Purpose.DRAFT, start, node + 1, learned), V)
+        keys = context.sampler.keys(rng.Purpose.DRAFT, context.length, node + 1)
+        return rng.gumbel(keys, V)
 
     return jax.vmap(one, out_axes=1)(nodes)
 
@@ -239,7 +237,7 @@ def _draft_dynamic(grown: _Grown, context: Context, tree: DynamicTree):
         parents = jnp.take_along_axis(number, at, axis=1)
         return take("token"), parents, take("score") == -jnp.inf, take("fed_at")
 
-    tokens, parents, is_dropped, fed_at = by_row(choose)(seen)
+    tokens, parents, is_dropped, fed_at = shard_map_rows(choose)(seen)
     proposal = Proposal(
         tokens,
         jnp.full((B,), K, jnp.int32),

@@ -37,7 +37,7 @@ from spec_jax.models.layers import (
 )
 from spec_jax.models.params import check_weights, init_table, shapes_of
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import by_shard, constrain, keep_layout
+from spec_jax.sharding import constrain, pin_tpu_layout, shard_map_over
 from spec_jax.show.summary import short_repr
 from spec_jax.tree import AnyTree, check_children
 
@@ -386,10 +386,10 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
         rows = empty.at[:, ids].set(rows, indices_are_sorted=True, unique_indices=True)
         # Else it would slice the rows that a device samples as the scatter lays them, padded too.
         hold = jax.lax.optimization_barrier
-        rows = jax.lax.platform_dependent(keep_layout(rows), tpu=hold, default=lambda x: x)
+        rows = jax.lax.platform_dependent(pin_tpu_layout(rows), tpu=hold, default=lambda x: x)
         return rows.reshape(*logits.shape[:-1], -1)
 
-    return by_shard(spread, (P("batch"), P()), P("batch"))(logits, ids)
+    return shard_map_over(spread, (P("batch"), P()), P("batch"))(logits, ids)
 
 
 def eagle_head(config: EagleConfig, target: Model) -> Head:

@@ -23,7 +23,7 @@ from spec_jax.decoding import Chunk, DecodeState, Kind, System
 from spec_jax.drafters.model_free import without_drafts
 from spec_jax.engine.adaptive.policy import RoundCosts, Tuner
 from spec_jax.rules import GREEDY, MATCH
-from spec_jax.sampling import Source
+from spec_jax.sampling import UpdateCounter
 from spec_jax.sharding import constrain, constrain_state
 
 _TIMED_ROUNDS = 4
@@ -63,9 +63,9 @@ def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
 
 
 @functools.partial(bounded_jit, donate_argnames=("state",))
-def note_tuner(state: DecodeState, num_updates: jax.Array) -> DecodeState:
+def count_tuner(state: DecodeState, num_updates: jax.Array) -> DecodeState:
     """Makes the noise of the next rounds independent of what K is chosen by. Donates the state."""
-    return constrain_state(state.noting(Source.TUNER, num_updates))
+    return constrain_state(state.with_update_count(UpdateCounter.TUNER, num_updates))
 
 
 @bounded_jit
@@ -180,8 +180,8 @@ class AdaptiveRunner:
             add_span(begin, time.time())
         costs = adaptive.costs[key]
         (k, rounds), tuner = adaptive.tuner.choose(self._with_room(costs, state), self._lag)
-        if state.sampler.learned is not None:
-            state = note_tuner(state, jnp.uint32(tuner.num_updates))
+        if state.sampler.update_counts is not None:
+            state = count_tuner(state, jnp.uint32(tuner.num_updates))
         if self._lag and (k > 0 or self._lag >= self._max_lag):
             state, self._lag = self._catch_up(state), 0
         if k == 0:

@@ -21,7 +21,14 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.attention import attend, attend_cache
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
-from spec_jax.sharding import ambient, by_shard, constrain, head_copies, keep_layout, take_of_array
+from spec_jax.sharding import (
+    ambient,
+    constrain,
+    kv_replication,
+    pin_tpu_layout,
+    shard_map_over,
+    take_of_array,
+)
 
 __all__ = ["UNROLLED_ROWS", "KVCache", "KVCacheSnapshot", "put_rows"]
 
@@ -50,7 +57,7 @@ def put_rows(
     put = _put_by_row if len(start) <= UNROLLED_ROWS else _put_at_once
     on_tpu = _put_by_kernel if _has_kernel(cache, new, len(start)) else put
     args = (cache, new.astype(cache.dtype), start, jnp.int32(layer))
-    return keep_layout(
+    return pin_tpu_layout(
         jax.lax.platform_dependent(*args, tpu=on_tpu, cuda=_put_at_once, default=put)
     )
 
@@ -169,7 +176,7 @@ class KVCache:
     # Attention reads all slots, so that its rounding does not depend on how far they are filled.
     is_read_whole: bool = flax.struct.field(pytree_node=False, default=False)
     attention: str = flax.struct.field(pytree_node=False, default="auto")  # see ``attend_cache``
-    head_copies: int = flax.struct.field(pytree_node=False, default=1)  # see ``sharding``
+    kv_replication: int = flax.struct.field(pytree_node=False, default=1)  # see ``sharding``
 
     @classmethod
     def create(
@@ -190,7 +197,7 @@ class KVCache:
           num_layers: number of layers that attend; by default all layers of the model.
         """
         L = config.num_hidden_layers if num_layers is None else num_layers
-        copies = head_copies("kv_heads", config.num_key_value_heads)
+        copies = kv_replication("kv_heads", config.num_key_value_heads)
         G = copies * config.num_key_value_heads
 
         make = functools.partial(zeros, config, L, batch, G, slots, dtype=dtype)
@@ -198,7 +205,7 @@ class KVCache:
         values = make(config.value_dim)
         attention = getattr(config, "attention", "auto")
         length = jnp.zeros((batch,), jnp.int32)
-        return cls(keys, values, length, attention=attention, head_copies=copies)
+        return cls(keys, values, length, attention=attention, kv_replication=copies)
 
     def axes(self) -> KVCache:
         """The logical axes of the arrays, see ``sharding``."""
@@ -260,7 +267,7 @@ class KVCache:
     def _put(self, caches, layer, new, start):
         """Keys or values of all layers, with new slots of one."""
         axes = self._array_axes
-        put = by_shard(put_rows, (axes, axes, P("batch"), P()), axes)
+        put = shard_map_over(put_rows, (axes, axes, P("batch"), P()), axes)
         if self.is_stacked:
             return put(caches, new[None], start, jnp.int32(layer))
         index = layer if len(caches) > 1 else 0
@@ -345,7 +352,7 @@ class KVCache:
             # Read everything before writing: a shifted copy in place may read what it wrote.
             return put_rows(cache, take_slots(cache, slots), start)
 
-        move = by_shard(move, (axes, P("batch"), P("batch")), axes)
+        move = shard_map_over(move, (axes, P("batch"), P("batch")), axes)
 
         def each(cache):
             return move(cache, self.length[:, None] + path, self.length)
@@ -387,7 +394,7 @@ class KVCache:
     def _by_layer(self, arrays) -> tuple[jax.Array, ...]:
         """One ``dtype[B,G,S,H]`` a layer, each head once."""
         B = self.length.shape[0]
-        copies = self.head_copies
+        copies = self.kv_replication
         by_layer = (x.reshape(B, -1, *x.shape[-2:]) for x in arrays)
         return tuple(x if copies == 1 else constrain(x, "batch")[:, ::copies] for x in by_layer)
 
@@ -403,8 +410,8 @@ class KVCache:
         """Returns the cache with copies of the keys and values of ``parts``."""
 
         def lay_out(ours, arrays):
-            if self.head_copies > 1:
-                arrays = [jnp.repeat(x, self.head_copies, axis=1) for x in arrays]
+            if self.kv_replication > 1:
+                arrays = [jnp.repeat(x, self.kv_replication, axis=1) for x in arrays]
             if self.is_stacked:
                 return jnp.stack(arrays)
             return tuple(jnp.copy(x).reshape(own.shape) for own, x in zip(ours, arrays))

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.caches.kv import KVCache, zeros
 from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
-from spec_jax.sharding import head_copies
+from spec_jax.sharding import kv_replication
 
 
 @flax.struct.dataclass
@@ -46,9 +46,9 @@ class LatentCache(KVCache):
           num_layers: number of layers that attend; by default all layers of the model.
         """
         L = config.num_hidden_layers if num_layers is None else num_layers
-        copies = head_copies("kv_heads", 1)
+        copies = kv_replication("kv_heads", 1)
         keys = zeros(config, L, batch, copies, slots, config.latent_dim, dtype=dtype)
-        return cls(keys, None, jnp.zeros((batch,), jnp.int32), head_copies=copies)
+        return cls(keys, None, jnp.zeros((batch,), jnp.int32), kv_replication=copies)
 
     def axes(self) -> LatentCache:
         """The logical axes of the arrays, see ``sharding``."""
