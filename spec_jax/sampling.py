@@ -283,13 +283,21 @@ def process(
       f32[B,T,V] unnormalised log-probabilities, -inf where a token is dropped. At
       temperature 0 all but the argmax are.
     """
-    run = functools.partial(_process, is_argmax=is_argmax)
+    run = functools.partial(process_rows, is_argmax=is_argmax)
     if not is_argmax or sampler.processors:
         run, logits = shard_map_rows(run, SAMPLED_ROWS), gather_vocab(logits)
     return run(logits, sampler, drafted, is_before)
 
 
-def _process(logits, sampler, drafted, is_before, *, is_argmax):
+def process_rows(
+    logits: jax.Array,
+    sampler: Sampler,
+    drafted: jax.Array | None = None,
+    is_before: jax.Array | None = None,
+    *,
+    is_argmax: bool = False,
+) -> jax.Array:
+    """Does what ``process`` does for the rows of one device, inside of ``shard_map_rows``."""
     x = logits.astype(jnp.float32)
     if sampler.processors:
         B, T, _ = x.shape

@@ -270,10 +270,10 @@ MUTATIONS = mutants.read("""
         common.tree._noise: context.length + depth -> context.length + depth + 1
         test_a_draft_from_the_targets_distribution_is_the_token_of_a_coupled_rule[tree]
     drafts are the argmax, reported as drawn
-        chain.draw: sample(processed, context.gumbel[:, x_]) -> argmax(processed)
+        add.draw: sample(dist, gumbel[:, x_]) -> argmax(dist)
         test_every_setting_in_one_batch_matches_target_distribution[own-residual]
     a draft of the target's own temperature is drawn sharper than reported
-        chain.draw: sample(x_, context.gumbel[:, i_]) -> sample(3 * x_, context.gumbel[:, i_])
+        add.draw: sample(x_, gumbel[:, i_]) -> sample(3 * x_, gumbel[:, i_])
         test_every_setting_in_one_batch_matches_target_distribution[own-residual]
     p-eagle: its masks begin a position late
         peagle.propose: head.feed(p_, *pairs, cache, 0, w_) -> head.feed(p_, *pairs, cache, 1, w_)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.contracts import Context, Drafter, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.contracts import Drafter, Noise, Proposal, Rule, TargetScores, Verdict
 from spec_jax.errors import ConfigError, ShapeError, SpecJaxError
 
 _LISTED = 16  # arrays that a note names
@@ -67,32 +67,27 @@ def call_prefill(
         return drafter.prefill(params, state, tokens, lengths, pending, features, *more)
 
 
-def call_propose(
-    drafter: Drafter, params: Any, state: Any, context: Context, num_draft: int, vocab_size: int
-) -> tuple[Proposal, Any]:
-    """Calls ``Drafter.propose``.
+def check_proposal(drafter: Drafter, result: Any, batch: int, num_draft: int, vocab_size: int):
+    """Checks what ``Drafter.propose`` returned.
 
     Args:
       drafter: the drafter.
-      params: its parameters.
-      state: its state.
-      context: what it may read.
+      result: what it returned.
+      batch: B.
       num_draft: K.
       vocab_size: V.
 
     Raises:
-      ConfigError: it does not return a pair of a proposal and a state, or ``has_memory`` disagrees
-        with whether the updates of a memory are counted.
+      ConfigError: it is no pair of a proposal and a state, or ``has_memory`` disagrees with whether
+        the updates of a memory are counted.
       ShapeError: an array of the proposal has another shape or dtype than the contract's.
     """
     owner = f"propose of drafter {drafter.name!r}"
-    with blame(owner, context=context, num_draft=num_draft, state=state):
-        result = drafter.propose(params, state, context, num_draft)
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not (is_pair and isinstance(result[0], Proposal)):
         raise ConfigError(f"{owner} returned {_kind(result)}; expected a pair (Proposal, state)")
     proposal, _ = result
-    sizes = {"B": context.length.shape[0], "K": num_draft, "V": vocab_size}
+    sizes = {"B": batch, "K": num_draft, "V": vocab_size}
     expected = {"tokens": "i32 B K", "n_draft": "i32 B"}
     optional = {
         "probs": "f32 B K V",
@@ -118,21 +113,6 @@ def call_propose(
             f"{owner} returned a tree with tree_depth {proposal.tree_depth}; expected the depth "
             f"of its deepest node, 1 to {num_draft}"
         )
-    return result
-
-
-def call_commit(drafter: Drafter, params: Any, state: Any, *args: Any) -> Any:
-    """Calls ``Drafter.commit``.
-
-    Args:
-      drafter: the drafter.
-      params: its parameters.
-      state: its state.
-      *args: tokens, n, features and path.
-    """
-    given = dict(zip(("tokens", "n", "features", "path"), args))
-    with blame(f"commit of drafter {drafter.name!r}", **given, state=state):
-        return drafter.commit(params, state, *args)
 
 
 def call_accept(rule: Rule, scores: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:

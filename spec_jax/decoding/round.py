@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Noise, Proposal, Round, Rule, TargetScores, Verdict
-from spec_jax.decoding.calls import call_accept, call_commit, call_propose
+from spec_jax.decoding.calls import blame, call_accept, check_proposal
 from spec_jax.decoding.observers import see_round
 from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
@@ -94,15 +94,14 @@ def propose(
         raise ConfigError(
             f"the target cannot forget rejected drafts, and K is {system.num_draft}: it needs K = 0"
         )
+    K = system.num_draft
+    owner = f"propose of drafter {system.drafter.name!r}"
     with jax.named_scope("draft"):
-        proposal, drafter_state = call_propose(
-            system.drafter,
-            params,
-            drafter_state,
-            context,
-            system.num_draft,
-            system.target.vocab_size,
-        )
+        with blame(owner, context=context, num_draft=K, state=drafter_state):
+            result = system.drafter.propose(params, drafter_state, context, K)
+        B = context.length.shape[0]
+        check_proposal(system.drafter, result, B, K, system.target.vocab_size)
+        proposal, drafter_state = result
         proposal = _within_length(proposal, context.length + 1, system.drafted_until)
         return validate_proposal(proposal, system, context.is_greedy), drafter_state
 
@@ -263,12 +262,12 @@ def commit(
         path = verdict.path
         if features is not None and path is not None:
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
-        return state.replace(
-            target=state.target.commit(n_emit, path),
-            draft=call_commit(
-                system.drafter, params, state.draft, verdict.tokens, n_emit, features, path
-            ),
-        )
+        tokens = verdict.tokens
+        given = {"tokens": tokens, "n": n_emit, "features": features, "path": path}
+        owner = f"commit of drafter {system.drafter.name!r}"
+        with blame(owner, **given, state=state.draft):
+            drafter_state = system.drafter.commit(params, state.draft, *given.values())
+        return state.replace(target=state.target.commit(n_emit, path), draft=drafter_state)
 
 
 def emit(

@@ -16,7 +16,7 @@ from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Proposal
 from spec_jax.decoding import DecodeState, System
-from spec_jax.decoding.calls import blame, call_commit, call_prefill
+from spec_jax.decoding.calls import blame, call_prefill
 from spec_jax.sampling import Sampler
 from spec_jax.sharding import constrain_state, replicate
 
@@ -110,7 +110,9 @@ def _follow_outcome(params, side: DraftSide, outcome: Verified, drafter) -> Draf
     # The tokens gained are the whole block, or the target's own after all that was ahead.
     own = jnp.take_along_axis(outcome.tokens, side.ahead.n_draft[:, None], axis=1)
     tokens = jnp.where(outcome.is_whole[:, None], side.block.tokens, own)
-    draft = call_commit(drafter, params, side.draft, tokens, jnp.maximum(gained, 0), None, None)
+    n = jnp.maximum(gained, 0)
+    with blame(f"commit of drafter {drafter.name!r}", tokens=tokens, n=n, state=side.draft):
+        draft = drafter.commit(params, side.draft, tokens, n, None, None)
     with blame(f"rewind of drafter {drafter.name!r}", state=draft):
         draft = drafter.rewind(draft, jnp.maximum(-gained, 0))
     side = decoding.append(side, {"tokens": outcome.tokens}, side.length + 1, outcome.n_emit)

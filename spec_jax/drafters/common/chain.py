@@ -12,72 +12,17 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Drafter, Proposal
-from spec_jax.sampling import Sampler, argmax, process, sample
+from spec_jax.sampling import Sampler, argmax, process, process_rows, sample
 from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 
 
-def draw(logits: jax.Array, context: Context, node) -> tuple[jax.Array, jax.Array]:
-    """Draws the token of one node of each row, and returns the distribution with it.
+def rows_axis(context: Context) -> str:
+    """Returns the logical axis of the rows that are drawn, see ``sharding.shard_map_rows``.
 
-    If all rows take the argmax and the rule reads no distribution, it is the distribution before
-    temperature, which has the same argmax and is finite for the same rows; a step then makes one
-    pass less.
-
-    Args:
-      logits: f32[B,V], the draft's logits at the node's parent.
-      context: the sampler, after the drafts before this one, and the noise to draw with.
-      node: i32[], 1..K.
-
-    Returns:
-      i32[B] tokens and f32[B,V], the unnormalised log-probabilities they were drawn from.
+    Rows that are sampled are split over all devices; if all of them take the argmax, as the batch.
     """
-
-    is_argmax = _is_greedy(context) and not context.has_probs
-
-    def run(context, logits, node):
-        sampler = context.sampler
-        start = context.length
-        rows = logits[:, None]
-        processed = process(rows, sampler, is_argmax=is_argmax)[:, 0]
-        if context.gumbel is not None:
-            return sample(processed, context.gumbel[:, node - 1]), processed
-        if sampler.temperature is None:
-            return argmax(processed), processed
-        if context.is_coupled:
-            keys = rng.keys(context.request, rng.Purpose.TARGET, start + node)
-        else:
-            keys = sampler.keys(rng.Purpose.DRAFT, start, node)
-        return sample(processed, rng.gumbel(keys, logits.shape[-1])), processed
-
-    if is_argmax:  # it is found where the logits lie
-        token, dist = run(context, logits, node)
-    else:
-        token, dist = draw_by_row(run, context, logits, jnp.int32(node))
-    return constrain(token, "batch"), dist
-
-
-def _is_greedy(context: Context) -> bool:
-    """Whether all rows take the argmax."""
-    return context.sampler.temperature is None and context.gumbel is None
-
-
-def draw_by_row(function: Callable[..., Any], context: Context, *args: Any) -> Any:
-    """Calls ``function(context, *args)``, on a mesh for the rows of each device.
-
-    Rows that are sampled are split over all devices.
-
-    Args:
-      function: draws from whole rows; it reads all of the context but its tokens.
-      context: the sampler and the noise to draw with.
-      *args: see ``sharding.shard_map_rows``.
-    """
-    names = ("sampler", "request", "length", "gumbel")
-
-    def run(fields, *args):
-        return function(context._replace(**fields), *args)
-
-    rows_axis = "batch" if _is_greedy(context) else SAMPLED_ROWS
-    return shard_map_rows(run, rows_axis)({name: getattr(context, name) for name in names}, *args)
+    is_greedy = context.sampler.temperature is None and context.gumbel is None
+    return "batch" if is_greedy else SAMPLED_ROWS
 
 
 @flax.struct.dataclass
@@ -115,6 +60,10 @@ class Drafted:
     ) -> tuple[jax.Array, Drafted]:
         """Draws one token of each row and adds it to the chain.
 
+        If all rows take the argmax and the rule reads no distribution, the token is that of the
+        logits before temperature, which have the same argmax and are finite for the same rows: a
+        step then makes one pass less.
+
         The probability of a token decides whether the *next* one is offered. If it decided on the
         token itself, unlikely tokens would be offered less often than their distribution says, and
         the output would no longer have the target's distribution. For the same reason a confidence
@@ -133,7 +82,33 @@ class Drafted:
         Returns:
           The token i32[B], and the longer chain.
         """
-        token, dist = draw(logits, context._replace(sampler=self.sampler), node)
+        context = context._replace(sampler=self.sampler)
+        if rows_axis(context) == "batch" and not context.has_probs:  # found where the logits lie
+            dist = process(logits[:, None], self.sampler, is_argmax=True)[:, 0]
+            token = argmax(dist)
+        else:
+
+            def draw(sampler, request, length, gumbel, logits, node):
+                dist = process_rows(logits[:, None], sampler)[:, 0]
+                if gumbel is not None:
+                    return sample(dist, gumbel[:, node - 1]), dist
+                if sampler.temperature is None:
+                    return argmax(dist), dist
+                if context.is_coupled:
+                    keys = rng.keys(request, rng.Purpose.TARGET, length + node)
+                else:
+                    keys = sampler.keys(rng.Purpose.DRAFT, length, node)
+                return sample(dist, rng.gumbel(keys, logits.shape[-1])), dist
+
+            token, dist = shard_map_rows(draw, rows_axis(context))(
+                self.sampler,
+                context.request,
+                context.length,
+                context.gumbel,
+                logits,
+                jnp.int32(node),
+            )
+        token = constrain(token, "batch")
         values = {"tokens": token, "probs": jax.nn.softmax(dist, axis=-1), "logits": logits}
         values["confidence"] = confidence
         out = {name: array.at[:, node - 1].set(values[name]) for name, array in self.out.items()}
@@ -190,12 +165,10 @@ def draft_chain(
     def body(node, state):
         carry, token, drafted = state
         logits, carry = advance(carry, token, node)
-        return carry, *add(drafted, logits, carry, node)
+        return carry, *drafted.add(logits, context, node, confidence and confidence(carry))
 
-    def add(drafted, logits, carry, node):
-        return drafted.add(logits, context, node, confidence and confidence(carry))
-
-    state = (carry, *add(drafted, logits, carry, jnp.int32(1)))
+    first = drafted.add(logits, context, jnp.int32(1), confidence and confidence(carry))
+    state = (carry, *first)
     if context.stop_below > 0:
 
         def going(loop):

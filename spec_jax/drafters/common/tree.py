@@ -11,9 +11,9 @@ import numpy as np
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Proposal
-from spec_jax.drafters.common.chain import draw_by_row
+from spec_jax.drafters.common.chain import rows_axis
 from spec_jax.errors import ConfigError
-from spec_jax.sampling import process, top_k
+from spec_jax.sampling import process_rows, top_k
 from spec_jax.sharding import constrain, shard_map_rows
 from spec_jax.tree import AnyTree, DynamicTree, Tree
 
@@ -53,13 +53,18 @@ class _Grown:
         draft's sampler.
         """
 
-        def run(context, logits, fed, seen, *args):
-            def rows(*, is_argmax=False):
-                return process(logits, context.sampler, fed, seen, is_argmax=is_argmax)
+        context = self._context
 
-            return function(rows, context, *args)
+        def run(fields, logits, fed, seen, *args):
+            def process(*, is_argmax=False):
+                return process_rows(logits, fields["sampler"], fed, seen, is_argmax=is_argmax)
 
-        return draw_by_row(run, self._context, self.logits, self.fed, self.seen, *args)
+            return function(process, context._replace(**fields), *args)
+
+        names = ("sampler", "request", "length", "gumbel")
+        rows = {name: getattr(context, name) for name in names}
+        run = shard_map_rows(run, rows_axis(context))
+        return run(rows, self.logits, self.fed, self.seen, *args)
 
 
 def draft_tree(
