@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.config.checks import check, check_integer
-from spec_jax.config.read import build, reads_flat_names
+from spec_jax.config.checks import check_options, integer, option
+from spec_jax.config.read import build, flat_attribute, reads_flat_names
 from spec_jax.config.sampler import SamplerConfig
 from spec_jax.show.summary import short_repr
 
@@ -15,7 +15,7 @@ from spec_jax.show.summary import short_repr
 @reads_flat_names
 @dataclasses.dataclass(frozen=True)
 class AsyncSpecConfig:
-    """The other published shape of a decoder's config, which holds the samplers and the limit.
+    """Config of an engine that drafts and verifies asynchronously: K, both samplers and the limit.
 
     The draft model or head says what drafts, and the rule is ``SpeculativeConfig``'s default.
 
@@ -28,19 +28,17 @@ class AsyncSpecConfig:
         ``max_length``), where a call names no limit; None: the call's default holds.
     """
 
-    spec_k: int = 4
+    spec_k: int = integer(4, 1)
     draft_sampler: SamplerConfig | None = None
     target_sampler: SamplerConfig = SamplerConfig()
-    force_n1: bool = False
-    max_tokens: int | None = None
+    force_n1: bool = option(False, lambda x: isinstance(x, bool), "True or False")
+    max_tokens: int | None = integer(None, 2)
 
     __repr__ = short_repr("spec_k")
+    __getattr__ = flat_attribute
 
     def __post_init__(self):
-        check_integer("spec_k", self.spec_k, 1)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 2)
-        check(isinstance(self.force_n1, bool), "force_n1", self.force_n1, "True or False")
+        check_options(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AsyncSpecConfig:

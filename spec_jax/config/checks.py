@@ -1,70 +1,29 @@
-"""Checks of single values, shared by every config."""
+"""Checks of single values, shared by every config, and the fields that declare them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from spec_jax.errors import ConfigError, did_you_mean
 
-_INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 3.4e38
+MAX_INT = 2**31 - 1  # ids, positions and shapes are 32-bit integers on every device
+MAX_FLOAT = 3.4e38
+
+
+def shown(value: Any) -> str:
+    """Returns a value as messages show it: cut, as a stranger's file may hold any amount."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check(ok: bool, name: str, value: Any, expected: str) -> None:
     """Raises a ``ConfigError`` that names the value and what would be right, unless ``ok``."""
     if not ok:
-        raise ConfigError(f"{name} is {value!r}; expected {expected}")
-
-
-def option(default: Any, is_valid: Callable[[Any], bool], expected: str, **about: Any) -> Any:
-    """Declares a field of a config, with the values that it may have.
-
-    Args:
-      default: its default, which is always allowed.
-      is_valid: whether a value is allowed, see ``check_options``.
-      expected: the values in words.
-      **about: what else is known of the field: entries of its metadata.
-    """
-    about = {"is_valid": is_valid, "expected": expected, **about}
-    return dataclasses.field(default=default, metadata=about)
-
-
-def integer(default: int | None, least: int = 0, most: int = _INT32_MAX, **about: Any) -> Any:
-    """Declares a field that is an integer from ``least`` to ``most``, see ``option``."""
-    is_valid = functools.partial(is_integer, least=least, most=most)
-    upper = "or more" if most == _INT32_MAX else f"to {most}"
-    return option(default, is_valid, f"an integer of {least} {upper}", **about)
-
-
-def number(default: float | None, low: float, high: float, **about: Any) -> Any:
-    """Declares a field that is a number from ``low`` to ``high``, see ``option``."""
-
-    def is_valid(value):
-        return is_number(value) and low <= value <= high
-
-    return option(default, is_valid, f"a number from {low:g} to {high:g}", **about)
-
-
-def check_options(config: Any, prefix: str = "") -> None:
-    """Checks the fields of a config that ``option`` declares.
-
-    Args:
-      config: a dataclass.
-      prefix: what errors put before the name of a field.
-
-    Raises:
-      ConfigError: a value is neither the field's default nor valid.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.metadata and not (value is None and field.default is None):
-            is_valid, expected = field.metadata["is_valid"], field.metadata["expected"]
-            check(is_valid(value), f"{prefix}{field.name}", value, expected)
+        raise ConfigError(f"{name} is {shown(value)}; expected {expected}")
 
 
 def check_name(name: str, value: Any, known: Sequence[str], others: str = "") -> None:
@@ -91,40 +50,85 @@ def check_integer(name: str, value: Any, least: int) -> int:
 
     Args:
       name: what the error calls the value.
-      value: anything that can serve as an index.
+      value: an integer, of NumPy too.
       least: smallest value that is accepted; the largest is that of int32.
 
     Raises:
       ConfigError: the value is not an integer in this range.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    is_fit = number is not None and not isinstance(value, bool) and least <= number <= _INT32_MAX
-    check(is_fit, name, value, f"an integer of {least} or more")
-    return number
+    check(is_integer(value, least), name, value, f"an integer of {least} or more")
+    return int(value)
 
 
 def is_list(value: Any) -> bool:
+    """Whether the value is a sequence and no text."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def is_integer(value: Any, least: int = 0, most: int = _INT32_MAX) -> bool:
+def is_integer(value: Any, least: int = -MAX_INT, most: int = MAX_INT) -> bool:
     """Whether the value is an integer from ``least`` to ``most``, and not a bool."""
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_number and least <= value <= most
+    is_integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integral and least <= value <= most
 
 
-def is_number(value: Any) -> bool:
-    """Whether the value is a number and not NaN."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+def is_count(value: Any) -> bool:
+    """Whether the value is an integer of 0 or more."""
+    return is_integer(value, 0)
 
 
-def is_finite(value: Any) -> bool:
-    """Whether the value is a number that float32 can hold."""
-    return is_number(value) and abs(value) <= _FLOAT32_MAX
+def is_number(value: Any, low: float = -MAX_FLOAT, high: float = MAX_FLOAT) -> bool:
+    """Whether the value is a number from ``low`` to ``high``, and neither a bool nor NaN."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and low <= value <= high
 
 
 def is_probability(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1
+    """Whether the value is a number from 0 to 1."""
+    return is_number(value, 0, 1)
+
+
+def option(default: Any, is_valid: Callable[[Any], bool], expected: str, **about: Any) -> Any:
+    """Declares a field of a config, with the values that it may have.
+
+    Args:
+      default: its default; None is allowed where it is the default.
+      is_valid: whether another value is allowed, see ``check_options``.
+      expected: the values in words.
+      **about: what else is known of the field: entries of its metadata.
+    """
+    about = {"is_valid": is_valid, "expected": expected, **about}
+    return dataclasses.field(default=default, metadata=about)
+
+
+def integer(default: int | None, least: int = 0, most: int = MAX_INT, **about: Any) -> Any:
+    """Declares a field that is an integer from ``least`` to ``most``, see ``option``."""
+    is_valid = functools.partial(is_integer, least=least, most=most)
+    upper = "or more" if most == MAX_INT else f"to {most}"
+    return option(default, is_valid, f"an integer of {least} {upper}", **about)
+
+
+def number(
+    default: float | None, low: float = -MAX_FLOAT, high: float = MAX_FLOAT, **about: Any
+) -> Any:
+    """Declares a field that is a number from ``low`` to ``high``, see ``option``."""
+    expected = f"a number from {low:g} to {high:g}"
+    if high == MAX_FLOAT:
+        expected = "a finite number" + (f" of {low:g} or more" if low > -MAX_FLOAT else "")
+    return option(default, functools.partial(is_number, low=low, high=high), expected, **about)
+
+
+def check_options(config: Any, prefix: str = "") -> None:
+    """Checks the fields of a config that ``option`` declares.
+
+    Args:
+      config: a dataclass.
+      prefix: what errors put before the name of a field.
+
+    Raises:
+      ConfigError: a value is not valid.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata and not (value is None and field.default is None):
+            is_fit = field.metadata["is_valid"](value)
+            check(is_fit, f"{prefix}{field.name}", value, field.metadata["expected"])

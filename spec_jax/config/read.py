@@ -14,28 +14,27 @@ from typing import Any
 
 import yaml
 
-from spec_jax.config.checks import check, is_list
+from spec_jax.config.checks import check, check_options, is_list
 from spec_jax.errors import ConfigError, did_you_mean
 
-_ALIASES = {"is_adaptive": "adaptive"}
 DEFAULT_SECTION = "speculative"
-
-
+_SWITCH, _SWITCHED = "is_adaptive", "adaptive"  # True and False also stand for a record
 _A_DRAFT = (
     " (a draft is loaded and given to the decoder: SpeculativeDecoder(target, "
     "load_draft(NAME, target), config))"
 )
 
 
-def _hint(key: str, known: list[str]) -> str:
-    """What to write in place of an unknown key, if that can be guessed."""
-    if "speculative_method" in known and key in ("model", "draft", "draft_model", "head"):
-        return _A_DRAFT
-    return did_you_mean(key, known)
-
-
 class ConfigRecord:
     """A part of a config that may be given as a mapping of its fields."""
+
+    _prefix = ""  # of the names of fields in errors
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.metadata:
+                object.__setattr__(self, field.name, _frozen(getattr(self, field.name)))
+        check_options(self, self._prefix)
 
     @classmethod
     def of(cls, value: Any, name: str) -> Any:
@@ -54,6 +53,11 @@ class ConfigRecord:
         expected = f"a {cls.__name__} or a mapping of {names}"
         check(isinstance(value, cls), name, value, expected)
         return value
+
+
+def _frozen(value: Any) -> Any:
+    """Returns lists, also nested ones, as tuples; anything else as it is."""
+    return tuple(map(_frozen, value)) if is_list(value) else value
 
 
 @functools.cache
@@ -81,128 +85,113 @@ def _flat_names(cls) -> dict[str, tuple[str, dataclasses.Field]]:
     }
 
 
-def _nest(cls, values: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _nested(cls, values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Moves flat names into mappings under the names of their records.
 
     Args:
       cls: the config's class.
       values: by flat or nested name.
-      below: nested values that these take precedence over: a file's.
+      below: nested values that these take precedence over, a file's. A record that may be None is
+        replaced as a whole, the others field by field.
 
     Raises:
       ConfigError: an unknown key, with the known ones listed.
     """
-    records, below = _records(cls), below or {}
-    values = _without_aliases(values, below) if records else dict(values)
-    names = [field.name for field in dataclasses.fields(cls)]
-    _check_keys(cls, values, names)
-    nested = {key: value for key, value in values.items() if key in names}
-    for key, value in values.items():
-        if key in names:
-            continue
-        name, field = _flat_names(cls)[key]
+    values = dict(values)
+    if _SWITCH in values and _SWITCHED in _records(cls):  # True keeps a record that is there
+        switch = values.pop(_SWITCH)
+        known = (values.get(_SWITCHED), below.get(_SWITCHED)) if switch is True else ()
+        values[_SWITCHED] = next((x for x in known if x not in (None, True, False)), switch)
+    _check_keys(cls, values)
+    flat = _flat_names(cls)
+    nested = {key: value for key, value in values.items() if key not in flat}
+    for key in values.keys() & flat.keys():
+        value = values[key]
+        name, field = flat[key]
         # None changes a field that is set, and makes no record of its own.
         record = nested.get(name, below.get(name) if value is None else None)
         if value is None and field.default is None and record in (None, False):
             continue
         if record is False:
             raise ConfigError(f"{key} is {value!r}; expected None where {name} is False")
-        record = None if record is True else record
-        nested[name] = {**_parts(records[name], record, name), field.name: value}
-    return nested
+        nested[name] = {**_parts(cls, name, record), field.name: value}
+    for name in _records(cls).keys() & nested.keys() & below.keys():
+        if not _is_optional(cls, name):
+            nested[name] = {**_parts(cls, name, below[name]), **_parts(cls, name, nested[name])}
+    return {**below, **nested}
 
 
-def _without_aliases(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Names a record in place of its switch; True keeps a record that is there."""
-    values = dict(values)
-    for alias in values.keys() & _ALIASES.keys():
-        switch = values.pop(alias)
-        name = _ALIASES[alias]
-        records = (values.get(name), below.get(name)) if switch is True else ()
-        values[name] = next((x for x in records if x not in (None, True, False)), switch)
-    return values
-
-
-def _check_keys(cls, values: Mapping[str, Any], names: list[str]) -> None:
+def _check_keys(cls, values: Mapping[str, Any]) -> None:
     """Raises ConfigError if a key is neither a field nor a flat name."""
     records = _records(cls)
-    flat = _flat_names(cls)
-    unknown = sorted(map(str, values.keys() - {*names, *flat}))
+    names = [field.name for field in dataclasses.fields(cls)]
+    known = [*names, *_flat_names(cls), *([_SWITCH] if _SWITCHED in names else [])]
+    unknown = sorted(map(str, values.keys() - {*known}))
     if not unknown:
         return
-    guesses = [*names, *flat, *(_ALIASES if records else ())]
-    hinted = [f"{key!r}{_hint(key, guesses)}" for key in unknown]
 
-    def fields(name):
-        return ", ".join(f.name for f in dataclasses.fields(records[name]))
+    def hint(key):
+        is_draft = key in ("model", "draft", "draft_model", "head")
+        has_method = "speculative_method" in names
+        return _A_DRAFT if is_draft and has_method else did_you_mean(key, known)
 
-    known = [f"{name} ({fields(name)})" if name in records else name for name in names]
+    def listed(name):
+        fields = dataclasses.fields(records[name]) if name in records else ()
+        return f"{name} ({', '.join(x.name for x in fields)})" if fields else name
+
     raise ConfigError(
-        f"unknown key {', '.join(hinted)} in {cls.__name__}; known keys: {', '.join(known)}"
+        f"unknown key {', '.join(f'{key!r}{hint(key)}' for key in unknown)} in {cls.__name__}; "
+        f"known keys: {', '.join(map(listed, names))}"
     )
 
 
-def _parts(record: type[ConfigRecord], value: Any, name: str) -> dict[str, Any]:
+def _parts(cls, name: str, value: Any) -> dict[str, Any]:
     """The fields that a value of a record names; all of them, unless it is a mapping."""
-    if value is None or isinstance(value, Mapping):
-        return dict(value or {})
-    return dict(vars(record.of(value, name)))
-
-
-def _over(cls, file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Nested values of a file under those of the call.
-
-    A record that may be None is replaced as a whole, the others field by field.
-    """
-    merged = {**file, **given}
-    for name, record in _records(cls).items():
-        if name in file and name in given and not _is_optional(cls, name):
-            parts = (_parts(record, values[name], name) for values in (file, given))
-            merged[name] = {k: v for part in parts for k, v in part.items()}
-    return merged
+    if value is None or value is True:
+        return {}
+    is_mapping = isinstance(value, Mapping)
+    return dict(value if is_mapping else vars(_records(cls)[name].of(value, name)))
 
 
 def reads_flat_names(cls):
     """Class decorator of a config of records: its arguments may be flat names and mappings.
 
     ``C(ngram_max=4)``, ``C(ngram={"max": 4})`` and ``C(ngram=NgramConfig(max=4))`` are equal. A
-    flat name beside its record changes that field; it is an attribute too. Where the argument
+    flat name beside its record changes that field. Where the argument
     ``config_file`` is given, what the call does not name is read from the file's section.
     """
     plain_init = cls.__init__
     signature = inspect.signature(plain_init)
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = {field.name for field in dataclasses.fields(cls)}
 
     @functools.wraps(plain_init)
     def __init__(self, *args, **kwargs):
-        positional = signature.bind_partial(self, *args).arguments
-        del positional["self"]
-        for name in positional.keys() & kwargs:
-            raise TypeError(f"{cls.__name__}() got multiple values for argument {name!r}")
-        given = {**positional, **kwargs}
-        values = None
-        file = given.get("config_file")
+        fields = {name: value for name, value in kwargs.items() if name in names}
+        given = {**kwargs, **signature.bind_partial(self, *args, **fields).arguments}
+        del given["self"]
+        below = {}
         # ``dataclasses.replace`` names every field: nothing is left to read.
-        if file is not None and not set(names) <= set(given):
-            section = given["section_name"] = given.get("section_name") or DEFAULT_SECTION
-            given["config_file"] = str(file)
-            below = _coerce(cls, _nest(cls, read_section(file, section)))
-            values = _over(cls, below, _nest(cls, given, below))
-        values = _nest(cls, given) if values is None else values
+        if given.get("config_file") is not None and not names <= given.keys():
+            given["config_file"] = str(given["config_file"])
+            given["section_name"] = given.get("section_name") or DEFAULT_SECTION
+            section = read_section(given["config_file"], given["section_name"])
+            below = _nested(cls, _coerced(cls, section), {})
+        values = _nested(cls, given, below)
         for name, record in _records(cls).items():
             if name in values and not (values[name] is None and _is_optional(cls, name)):
                 values[name] = record.of(values[name], name)
         plain_init(self, **values)
 
-    def __getattr__(self, name):
-        record, field = _flat_names(cls).get(name, (None, None))
-        if field is None:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
-        return getattr(getattr(self, record), field.name, None)
-
     cls.__init__ = __init__
-    cls.__getattr__ = __getattr__
     return cls
+
+
+def flat_attribute(config: Any, name: str) -> Any:
+    """Returns what a flat name stands for: the ``__getattr__`` of a config of records."""
+    record, field = _flat_names(type(config)).get(name, (None, None))
+    if field is None:
+        raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}")
+    return getattr(getattr(config, record), field.name, None)
 
 
 def read_section(config_file: str | pathlib.Path, section_name: str) -> Mapping[str, Any]:
@@ -240,10 +229,11 @@ def build(cls, values: Mapping[str, Any]):
     Raises:
       ConfigError: an unknown key, with the known ones listed, or a wrong value.
     """
-    return cls(**_coerce(cls, _nest(cls, values)))
+    _check_keys(cls, values)
+    return cls(**_coerced(cls, values))
 
 
-def _coerce(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+def _coerced(cls, values: Mapping[str, Any]) -> dict[str, Any]:
     def coerce(kind: str, value: Any) -> Any:
         if isinstance(value, str) and ("int" in kind or "float" in kind):
             try:
@@ -257,4 +247,4 @@ def _coerce(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         return tuple(value) if is_list(value) and "tuple" in kind else value
 
     kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-    return {name: coerce(kinds[name], value) for name, value in values.items()}
+    return {name: coerce(kinds.get(name, ""), value) for name, value in values.items()}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_jax.config.checks import check, check_options, integer, is_integer, is_number, number
+from spec_jax.config.checks import check, integer, is_count, is_number, number
 from spec_jax.config.read import ConfigRecord
 from spec_jax.errors import ConfigError
 from spec_jax.show.summary import short_repr
@@ -107,7 +107,7 @@ class SamplerConfig(ConfigRecord):
 
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        check_options(self)
+        super().__post_init__()
 
         def is_processor(x):
             return all(callable(getattr(x, n, None)) for n in ("init", "advance"))
@@ -213,7 +213,7 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise ConfigError(f"logit_bias is {bias!r}; expected {expected}") from None
     for token, value in pairs:
-        is_pair = is_integer(token) and is_number(value) and value <= _LARGEST
+        is_pair = is_count(token) and is_number(value, -math.inf, _LARGEST)
         check(is_pair, "logit_bias", (token, value), expected)
 
     def value_or_ban(value):

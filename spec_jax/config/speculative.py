@@ -8,8 +8,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.config.checks import check, check_name, is_integer, is_probability
-from spec_jax.config.read import DEFAULT_SECTION, build, reads_flat_names
+from spec_jax.config.checks import check_name, check_options, is_integer, number, option
+from spec_jax.config.read import DEFAULT_SECTION, build, flat_attribute, reads_flat_names
 from spec_jax.config.records import (
     BUCKETS,
     AdaptiveConfig,
@@ -45,7 +45,8 @@ class SpeculativeConfig:
 
     Each record may be given as itself, as a mapping of its fields, or by flat names:
     ``ngram_max=4`` is ``ngram=NgramConfig(max=4)``, ``is_adaptive=True`` is
-    ``adaptive=AdaptiveConfig()``, and ``tree=(3, 2, 1)`` is ``tree=TreeConfig((3, 2, 1))``.
+    ``adaptive=AdaptiveConfig()``, and ``tree=(3, 2, 1)`` is ``tree=TreeConfig((3, 2, 1))``. Flat
+    names are attributes too. Each method has a predicate: ``is_standalone()``, ``is_eagle()``.
 
     Attributes:
       speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
@@ -82,10 +83,14 @@ class SpeculativeConfig:
     """
 
     speculative_method: str = "standalone"
-    num_speculative_tokens: int = 2
+    num_speculative_tokens: int = option(
+        2,
+        lambda x: is_integer(x, 1),
+        "an integer of 1 or more (for plain decoding, give no draft and no config)",
+    )
     rejection_sampling_strategy: str | None = None
     adaptive: AdaptiveConfig | None = None
-    confidence_threshold: float = 0.0
+    confidence_threshold: float = number(0.0, 0, 1)
     synthetic: SyntheticConfig | None = None
     typical: TypicalConfig = TypicalConfig()
     tree: TreeConfig | None = None
@@ -97,11 +102,9 @@ class SpeculativeConfig:
     __repr__ = short_repr("speculative_method", "num_speculative_tokens")
 
     def __post_init__(self):
-        K = self.num_speculative_tokens
         method = self.speculative_method
         strategy = self.rejection_sampling_strategy
-        expected = "an integer of 1 or more (for plain decoding, give no draft and no config)"
-        check(is_integer(K, 1), "num_speculative_tokens", K, expected)
+        check_options(self)
         check_name("speculative_method", method, list(METHODS))
         if strategy is not None:
             check_name("rejection_sampling_strategy", strategy, STRATEGIES, "None or ")
@@ -118,7 +121,13 @@ class SpeculativeConfig:
         elif self.is_adaptive and self.adaptive.buckets:
             largest = self.adaptive.buckets[-1]
             self._set_num_draft(largest, f"adaptive.buckets end with {largest}")
-        self._check_confidence()
+        threshold = self.confidence_threshold
+        if threshold and (self.copies_tokens or self.tree is not None):
+            what = "copies tokens" if self.copies_tokens else "drafts a tree"
+            raise ConfigError(
+                f"confidence_threshold is {threshold}; it is for chains of a model or a head, and "
+                f"{method!r} {what} here"
+            )
         if self.synthetic is not None:
             self.synthetic.check_num_draft(self.num_speculative_tokens)
             if strategy not in (None, "synthetic"):
@@ -139,16 +148,11 @@ class SpeculativeConfig:
             raise ConfigError(f"num_speculative_tokens is {K}; {because}: leave it out")
         object.__setattr__(self, "num_speculative_tokens", num_draft)
 
-    def _check_confidence(self) -> None:
-        name = "confidence_threshold"
-        value = self.confidence_threshold
-        check(is_probability(value), name, value, "a probability, 0 for none")
-        if value and (self.copies_tokens or self.tree is not None):
-            what = "copies tokens" if self.copies_tokens else "drafts a tree"
-            raise ConfigError(
-                f"{name} is {value}; it is for chains of a model or a head, and "
-                f"{self.speculative_method!r} {what} here"
-            )
+    def __getattr__(self, name):
+        method = name.removeprefix("is_")
+        if method != name and method in METHODS:
+            return lambda: self.speculative_method == method
+        return flat_attribute(self, name)
 
     @property
     def is_adaptive(self) -> bool:
@@ -170,36 +174,6 @@ class SpeculativeConfig:
     @property
     def is_synthetic(self) -> bool:
         return self.synthetic is not None
-
-    def is_standalone(self) -> bool:
-        return self.speculative_method == "standalone"
-
-    def is_eagle(self) -> bool:
-        return self.speculative_method == "eagle"
-
-    def is_peagle(self) -> bool:
-        return self.speculative_method == "peagle"
-
-    def is_mtp(self) -> bool:
-        return self.speculative_method == "mtp"
-
-    def is_ngram(self) -> bool:
-        return self.speculative_method == "ngram"
-
-    def is_suffix(self) -> bool:
-        return self.speculative_method == "suffix"
-
-    def is_dflash(self) -> bool:
-        return self.speculative_method == "dflash"
-
-    def is_dflash2(self) -> bool:
-        return self.speculative_method == "dflash2"
-
-    def is_dspark(self) -> bool:
-        return self.speculative_method == "dspark"
-
-    def is_treeflash(self) -> bool:
-        return self.speculative_method == "treeflash"
 
     @property
     def copies_tokens(self) -> bool:

@@ -7,13 +7,13 @@ which it means something.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from spec_jax.config.checks import MAX_INT, check, is_integer, is_number, shown
 from spec_jax.errors import ConfigError
 
-MAX_SIZE = 2**31 - 1  # ids, positions and shapes are 32-bit integers on every device
+MAX_SIZE = MAX_INT
 NO_TOKEN = -1  # where an id is expected: there is none
 _MAX_SIZES = {"num_hidden_layers": 10_000}  # each layer is declared, so its number costs memory
 _EXPECTED = {
@@ -24,32 +24,10 @@ _EXPECTED = {
 }
 
 
-def shown(value: Any) -> str:
-    """Returns a value as messages show it: cut, as a stranger's file may hold any amount."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def require(is_met: bool, message: str) -> None:
     """Raises a ConfigError with this message unless a condition is met."""
     if not is_met:
         raise ConfigError(message)
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of 32 bits, and not a boolean."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    return is_int and -MAX_SIZE <= value <= MAX_SIZE
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and not a boolean."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
 
 
 _HOLDS = {
@@ -122,8 +100,7 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         if kind not in _HOLDS or rest not in ("", "None") or (value is None and rest):
             continue
-        if not _HOLDS[kind](value):
-            raise ConfigError(f"{field.name} is {shown(value)}; expected {_EXPECTED[kind]}")
+        check(_HOLDS[kind](value), field.name, value, _EXPECTED[kind])
 
 
 def integers_of(config: Any) -> dict[str, int]:
@@ -137,20 +114,17 @@ def check_sizes(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         limit = _MAX_SIZES.get(name, MAX_SIZE)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {shown(value)}; expected a positive integer")
-        if value > limit:
-            raise ConfigError(f"{name} is {shown(value)}; expected at most {limit}")
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        check(is_size, name, value, "a positive integer")
+        check(value <= limit, name, value, f"at most {limit}")
 
 
 def check_ranges(config: Any, **ranges: tuple[float, float]) -> None:
     """Raises a ConfigError if a field is neither None nor a number from the first to the second."""
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
-        if value is not None and not (is_number(value) and low <= value <= high):
-            raise ConfigError(
-                f"{name} is {shown(value)}; expected a number from {low:g} to {high:g}"
-            )
+        is_fit = value is None or is_number(value, low, high)
+        check(is_fit, name, value, f"a number from {low:g} to {high:g}")
 
 
 def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
@@ -170,8 +144,7 @@ def stated_flag(hf: Mapping[str, Any], name: str, default: bool = False) -> bool
     value = _as_flag(hf.get(name))
     if value is None:
         return default
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {shown(value)}; expected true or false")
+    check(isinstance(value, bool), name, value, "true or false")
     return value
 
 
@@ -184,8 +157,7 @@ def stated_object(hf: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = hf.get(name)
     if value is None or value is False:
         return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {shown(value)}; expected an object")
+    check(isinstance(value, Mapping), name, value, "an object")
     return value
 
 
@@ -197,8 +169,5 @@ def check_stop_tokens(value: Any, vocab_size: Any) -> None:
     ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
     size = vocab_size if is_integer(vocab_size) else MAX_SIZE
     for token in ids:
-        if not is_integer(token) or not (0 <= token < size or token == NO_TOKEN):
-            raise ConfigError(
-                f"eos_token_id is {shown(value)}; expected an id from 0 to {size - 1}, or a list "
-                "of such ids"
-            )
+        is_id = token == NO_TOKEN or is_integer(token, 0, size - 1)
+        check(is_id, "eos_token_id", value, f"an id from 0 to {size - 1}, or a list of such ids")
