@@ -7,8 +7,8 @@ An overlapped tick should take as long as the longer of drafting and verificatio
 usual loop as long as their sum. The toy models sleep, since two real programs would only compete
 for the processor's cores. Either side may be a mesh. On a CPU jax runs one program of several
 devices at a time: with a mesh on both sides a tick takes the sum, with a mesh on one side the
-longer of the two. The run's folder gets config.json, environment.json, report.json, report.md and
-timeline.png. Cost: a few seconds, and compilation.
+longer of the two. The run's folder gets config.json, environment.json, report.json and report.md.
+Cost: a few seconds, and compilation.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from __future__ import annotations
 import math
 import pathlib
 import time
-from collections.abc import Sequence
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-from experiments.run import cli, plots, report
+from experiments.run import cli, report
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import make_mesh, parse_mesh
-from spec_jax.overlap.overlap import Devices, Overlap, Span
+from spec_jax.overlap.overlap import Devices, Overlap
 from spec_jax.rules import GREEDY
 from spec_jax.sampling import make_sampler
 from spec_jax.show.tables import Section
@@ -70,11 +68,10 @@ def run(
         )
     devices = make_sides(draft_mesh, target_mesh)
     toy = toy_model(VOCAB_SIZE)
-    timeline = []
     system = decoding.System(
         slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), GREEDY, k
     )
-    overlapped = _ticks_ms(Overlap(devices, timeline), system, num_tokens)
+    overlapped = _ticks_ms(Overlap(devices), system, num_tokens)
     usual = _ticks_ms(decoding, system, num_tokens)
     both = k * draft_ms + verify_ms
     longer = max(k * draft_ms, verify_ms)
@@ -88,7 +85,6 @@ def run(
         "round_ms": usual,
         "tick_over_longer": overlapped / longer,
         "round_over_sum": usual / both,
-        "draft_beside_verify": float(np.median(beside(timeline))),
         "draft_devices": num_devices(draft_mesh),
         "target_devices": num_devices(target_mesh),
     }
@@ -112,9 +108,7 @@ def run(
     )
     text = report.document("Overlap", head, shown.text(is_markdown=True))
     report.finish(folder, head | record, text)
-    plots.plot_timeline(folder / "timeline.png", [s for s in timeline if s.tick >= 0])
     print(shown.text())
-    print(f"{folder / 'timeline.png'} written")
     return record
 
 
@@ -155,21 +149,6 @@ def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: i
     if rounds == 0:
         raise ConfigError(f"num_tokens is {num_tokens}: all of them came in the first round")
     return (time.perf_counter() - begin) * 1e3 / rounds
-
-
-def beside(spans: Sequence[Span]) -> np.ndarray:
-    """Returns by tick what part of the shorter of draft and verify ran during the other."""
-    by_tick: dict[int, dict[str, Span]] = {}
-    for span in spans:
-        if span.what in ("draft", "verify"):
-            by_tick.setdefault(span.tick, {})[span.what] = span
-    parts = []
-    for pair in by_tick.values():
-        a = pair["draft"]
-        b = pair["verify"]
-        shared = min(a.end_s, b.end_s) - max(a.begin_s, b.begin_s)
-        parts.append(max(shared, 0.0) / min(a.end_s - a.begin_s, b.end_s - b.begin_s))
-    return np.asarray(parts)
 
 
 def main() -> None:

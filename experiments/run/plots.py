@@ -13,7 +13,6 @@ import matplotlib
 from cycler import cycler
 
 from spec_jax import processes
-from spec_jax.overlap.overlap import Span
 from spec_jax.show.plots import STYLE
 
 matplotlib.use("Agg")
@@ -116,31 +115,6 @@ def plot_training(path: pathlib.Path, lines: Sequence[Mapping[str, float]]) -> N
                     mark = {"marker": "o", "markersize": 3} if len(points) <= 30 else {}
                     axis.plot(*zip(*points), label=text, **mark)
             axis.set(xlabel="step", ylabel=label)
-
-
-def plot_timeline(path: pathlib.Path, spans: Sequence[Span]) -> None:
-    """Draws what ran when, a row for each set of devices.
-
-    Args:
-      path: The PNG file.
-      spans: Of ``spec_jax.overlap.overlap``.
-    """
-    rows = sorted({span.devices for span in spans})
-    start = min(span.begin_s for span in spans)
-    colors = {"prefill": "0.6", "draft": "#0072B2", "verify": "#D55E00", "accept": "#009E73"}
-    with panels(path, 1, (9, 0.9 + 0.7 * len(rows))) as (axis,):
-        for what, color in colors.items():
-            for row, devices in enumerate(rows):
-                bars = [
-                    ((s.begin_s - start) * 1e3, (s.end_s - s.begin_s) * 1e3)
-                    for s in spans
-                    if (s.what, s.devices) == (what, devices)
-                ]
-                axis.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="w", linewidth=0.5)
-            axis.plot([], [], "s", color=color, label=what)
-        axis.set_yticks(range(len(rows)), rows)
-        axis.set_xlabel("milliseconds")
-        axis.legend(ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def spaced(values: Iterable[float], room: float) -> list[float]:

@@ -213,7 +213,6 @@ def make_parts(
     has_expected: bool,
     force_n1: bool,
     devices: overlap.Devices | None,
-    timeline: list[overlap.Span] | None,
     mesh: Mesh | str | None,
     is_draft_replicated: bool,
     observers: Sequence[Observer],
@@ -251,7 +250,7 @@ def make_parts(
         states["draft"] = (drafts.init, beside_target(draft, draft.params, target.params))
     warn_if_rewritten(states, stacklevel=4)
     is_apart = devices is not None and not (force_n1 or is_fallback)
-    loop = overlap.make_loop(devices, timeline, stacklevel=4) if is_apart else decoding
+    loop = overlap.make_loop(devices, stacklevel=4) if is_apart else decoding
     parts = Parts(
         target=target,
         draft=draft,

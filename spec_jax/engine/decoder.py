@@ -127,8 +127,6 @@ class SpeculativeDecoder(Shown):
       devices: separate devices for draft and target, so that the next block is drafted while the
         target verifies this one (see ``overlap``). None: they take turns. If the two share a device
         they also take turns, and a warning says so.
-      timeline: a list that receives a ``Span`` for each program that ran, if the two are
-        overlapped.
       mesh: devices to run on together, from ``make_mesh`` or as text, such as "data:2,tensor:4":
         rows are split over "data", weights and caches over "tensor". None: the devices that hold
         the target's weights. With ``devices``, each side has a mesh of its own there.
@@ -159,7 +157,6 @@ class SpeculativeDecoder(Shown):
         has_expected: bool = False,
         force_n1: bool = False,
         devices: overlap.Devices | None = None,
-        timeline: list[overlap.Span] | None = None,
         mesh: Mesh | str | None = None,
         is_draft_replicated: bool = False,
         observers: Sequence[Observer] = (),
@@ -176,7 +173,6 @@ class SpeculativeDecoder(Shown):
             has_expected=has_expected,
             force_n1=force_n1,
             devices=devices,
-            timeline=timeline,
             mesh=mesh,
             is_draft_replicated=is_draft_replicated,
             observers=observers,

@@ -38,14 +38,13 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax import decoding
 from spec_jax.contracts import Proposal
@@ -57,14 +56,14 @@ from spec_jax.overlap import pearl
 from spec_jax.overlap.pearl import DraftSide, Verified
 from spec_jax.sharding import place_state
 
-Side = jax.Device | Sharding | Mesh
+Side = jax.Device | Mesh
 
 _KEPT = 3  # of a side's parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where draft and target run: one device each, a mesh of several, or a sharding over them.
+    """Where draft and target run: one device each, or a mesh of several.
 
     On a mesh, from ``make_mesh``, rows, weights and caches are split as those of a decoder on one
     mesh are:
@@ -73,11 +72,10 @@ class Devices:
         draft, target = (make_mesh("tensor:4", devices) for devices in half)
         decoder = SpeculativeDecoder(..., devices=Devices(draft=draft, target=target))
 
-    With a sharding, everything that arrives is sharded so. Parameters already placed on these
-    devices keep their sharding.
+    Parameters already placed on these devices keep their sharding.
 
     Raises:
-      ConfigError: a side is none of these, or a mesh has other axes than ``make_mesh`` makes.
+      ConfigError: a side is neither, or a mesh has other axes than ``make_mesh`` makes.
     """
 
     draft: Side
@@ -88,8 +86,7 @@ class Devices:
             side = getattr(self, name)
             if not isinstance(side, Side):
                 raise ConfigError(
-                    f"the {name}'s devices are {side!r}; expected a device, a Mesh of several, or "
-                    "a Sharding over them"
+                    f"the {name}'s devices are {side!r}; expected a device, or a Mesh of several"
                 )
             if isinstance(side, Mesh):
                 to_mesh(side)
@@ -101,31 +98,12 @@ class Devices:
 
 
 def _devices(side: Side) -> set[jax.Device]:
-    if isinstance(side, Mesh):
-        return set(side.devices.flat)
-    return side.device_set if isinstance(side, Sharding) else {side}
+    return set(side.devices.flat) if isinstance(side, Mesh) else {side}
 
 
 def mesh_of_side(side: Side) -> Mesh | None:
-    """Returns the mesh that a side's programs run on; None of a device or a sharding."""
+    """Returns the mesh that a side's programs run on; None of a device."""
     return side if isinstance(side, Mesh) else None
-
-
-class Span(NamedTuple):
-    """One entry of the timeline.
-
-    Attributes:
-      what: "prefill", "draft", "verify" or "accept"; the last includes the transfer to the target.
-      tick: counted from 0; -1 for prefill.
-      devices: their names.
-      begin_s, end_s: from ``time.perf_counter``; results are ready at the end.
-    """
-
-    what: str
-    tick: int
-    devices: str
-    begin_s: float
-    end_s: float
 
 
 class SplitState(NamedTuple):
@@ -137,16 +115,13 @@ class SplitState(NamedTuple):
     tick: int
 
 
-def make_loop(
-    devices: Devices, timeline: list[Span] | None = None, stacklevel: int = 2
-) -> Overlap | Any:
+def make_loop(devices: Devices, stacklevel: int = 2) -> Overlap | Any:
     """Returns a loop for these devices: an object with ``prefill`` and ``generate``.
 
     Where the sides share a device it is ``decoding`` itself, and a warning says so.
 
     Args:
       devices: of draft and target.
-      timeline: a list that receives a ``Span`` for everything that runs.
       stacklevel: of the warning.
 
     Raises:
@@ -163,7 +138,7 @@ def make_loop(
             stacklevel=stacklevel,
         )
         return decoding
-    return Overlap(devices, timeline)
+    return Overlap(devices)
 
 
 def check(system: System) -> None:
@@ -206,14 +181,12 @@ class Overlap:
 
     Args:
       devices: of draft and target, none of them shared.
-      timeline: a list that receives a ``Span`` for everything that runs.
     """
 
-    def __init__(self, devices: Devices, timeline: list[Span] | None = None):
+    def __init__(self, devices: Devices):
         if devices.shared:
             raise ConfigError(f"draft and target share {_names(devices.shared)}; see make_loop")
         self.devices = devices
-        self.timeline = timeline
         self._placed: dict[str, tuple] = {"target": (), "draft": ()}
 
     def prefill(
@@ -230,7 +203,7 @@ class Overlap:
         slots: int,
         samples: int = 1,
     ) -> DecodeState:
-        """As ``decoding.prefill``; ``draft`` of the state is an ``SplitState``.
+        """As ``decoding.prefill``; ``draft`` of the state is a ``SplitState``.
 
         Raises:
           ConfigError: see ``check``; or the draft's cache cannot go back.
@@ -238,10 +211,8 @@ class Overlap:
         """
         check(system)
         params = self._place(params)
-        state = self._timed(
-            "prefill",
-            -1,
-            self.devices.target,
+        state = self._run(
+            "target",
             decoding.prefill,
             {**params, "draft": None},
             tokens,
@@ -263,10 +234,8 @@ class Overlap:
             sampler.seed,
             sampler.is_greedy,
         )
-        side, outcome = self._timed(
-            "prefill",
-            -1,
-            self.devices.draft,
+        side, outcome = self._run(
+            "draft",
             pearl.prefill_draft,
             params["draft"],
             *self._send("draft", known),
@@ -302,20 +271,16 @@ class Overlap:
             while tick - begin < int(max_rounds) and num_active >= max(1, int(min_active)):
                 drafting = worker.submit(
                     contextvars.copy_context().run,
-                    self._timed,
+                    self._run,
                     "draft",
-                    tick,
-                    self.devices.draft,
                     pearl.draft_ahead,
                     params["draft"],
                     side,
                     outcome,
                     system=system,
                 )
-                state, logits, features = self._timed(
-                    "verify",
-                    tick,
-                    self.devices.target,
+                state, logits, features = self._run(
+                    "target",
                     pearl.score_ahead,
                     params["target"],
                     state,
@@ -323,14 +288,12 @@ class Overlap:
                     system=_alone(system),
                 )
                 block, side = drafting.result()
-                state, ahead, outcome, active = self._timed(
-                    "accept",
-                    tick,
-                    self.devices.target,
-                    self._accept,
+                state, ahead, outcome, active = self._run(
+                    "target",
+                    pearl.accept_chain,
                     state,
                     ahead,
-                    block,
+                    self._send("target", block),
                     logits,
                     features,
                     system=_alone(system),
@@ -340,9 +303,6 @@ class Overlap:
         with use_mesh(mesh_of_side(self.devices.target)):
             chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
         return state.replace(draft=SplitState(ahead, side, outcome, tick)), chunk
-
-    def _accept(self, state, ahead, block, *scores, system):
-        return pearl.accept_chain(state, ahead, self._send("target", block), *scores, system=system)
 
     def _send(self, name: str, tree):
         side = getattr(self.devices, name)
@@ -366,14 +326,10 @@ class Overlap:
 
         return {name: placed(name) for name in ("target", "draft")}
 
-    def _timed(self, what: str, tick: int, side: Side, function, *args, **kwargs):
-        begin = time.perf_counter()
-        with use_mesh(mesh_of_side(side)):
-            result = jax.block_until_ready(function(*args, **kwargs))
-        if self.timeline is not None:
-            end = time.perf_counter()
-            self.timeline.append(Span(what, tick, _names(_devices(side)), begin, end))
-        return result
+    def _run(self, name: str, function, *args, **kwargs):
+        """Runs a program on the devices of a side, and waits for its results."""
+        with use_mesh(mesh_of_side(getattr(self.devices, name))):
+            return jax.block_until_ready(function(*args, **kwargs))
 
 
 def _alone(system: System) -> System:
@@ -386,13 +342,12 @@ def _names(devices: set[jax.Device]) -> str:
 
 
 def _put(tree, side: Side):
-    there = _devices(side)
+    if not isinstance(side, Mesh):
+        return jax.device_put(tree, side)
 
-    def is_there(x):
-        return isinstance(x, jax.Array) and x.sharding.device_set == there
+    def put(x):
+        is_there = isinstance(x, jax.Array) and x.sharding.device_set == _devices(side)
+        is_sharded = is_there and side.size > 1
+        return x if is_sharded else jax.device_put(x, NamedSharding(side, PartitionSpec()))
 
-    def is_sharded(x):
-        return len(there) > 1 and is_there(x)
-
-    where = NamedSharding(side, PartitionSpec()) if isinstance(side, Mesh) else side
-    return jax.tree.map(lambda x: x if is_sharded(x) else jax.device_put(x, where), tree)
+    return jax.tree.map(put, tree)

@@ -51,16 +51,11 @@ def tokens(decoder):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("split, method", [*zip(SPLITS, ("standalone", "suffix"))])
 def test_gives_plain_decodings_tokens(split, method):
-    timeline = []
-    apart, plain = decoders(split, method, timeline=timeline)
+    apart, plain = decoders(split, method)
     assert apart.is_overlapped and apart.mesh is None
     for _ in range(1 if method == "standalone" else 2):  # suffix copies the first call's output
         assert tokens(apart) == tokens(plain)
     assert apart.stats.accepted > 0
-    number = int(split[0])
-    names = [", ".join(map(str, jax.devices()[a:b])) for a, b in ((0, number), (number, 8))]
-    where = {(span.what, span.devices) for span in timeline if span.what != "prefill"}
-    assert where == {("draft", names[0]), ("verify", names[1]), ("accept", names[1])}
 
 
 def test_weights_are_split_on_their_own_side_and_a_draft_may_lie_whole():
