@@ -16,6 +16,14 @@ GREEDY_BELOW = 1e-5  # a lower temperature means argmax; it is never divided by
 _LARGEST = 1e20  # sums of such values, times 1e10 and over 1e-5, are finite in float32
 
 
+def _filter(default: float, low: float, help: str) -> Any:
+    return number(default, low, 1, stage="filters", help=help)
+
+
+def _penalty(help: str) -> Any:
+    return number(0.0, -_LARGEST, _LARGEST, stage="penalties", help=help)
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig(ConfigRecord):
     """How one model's logits become a token.
@@ -46,33 +54,13 @@ class SamplerConfig(ConfigRecord):
 
     temperature: float = number(0.0, 0, _LARGEST, help="of target and draft; 0 is greedy")
     top_k: int = integer(0, stage="filters", help="keep the k likeliest tokens; 0: all")
-    top_p: float = number(
-        1.0, 1e-30, 1, stage="filters", help="keep the likeliest tokens up to this probability"
-    )
-    min_p: float = number(
-        0.0, 0, 1, stage="filters", help="drop tokens below this share of the likeliest one"
-    )
+    top_p: float = _filter(1.0, 1e-30, "keep the likeliest tokens up to this probability")
+    min_p: float = _filter(0.0, 0, "drop tokens below this share of the likeliest one")
     repetition_penalty: float = number(
-        1.0,
-        1e-10,
-        1e10,
-        stage="penalties",
-        help="divides logits of tokens in prompt and output; 1: none",
+        1.0, 1e-10, 1e10, stage="penalties", help="divides logits of tokens in prompt and output"
     )
-    presence_penalty: float = number(
-        0.0,
-        -_LARGEST,
-        _LARGEST,
-        stage="penalties",
-        help="subtracted from logits of tokens in the output",
-    )
-    frequency_penalty: float = number(
-        0.0,
-        -_LARGEST,
-        _LARGEST,
-        stage="penalties",
-        help="subtracted once for each time in the output",
-    )
+    presence_penalty: float = _penalty("subtracted from logits of tokens in the output")
+    frequency_penalty: float = _penalty("subtracted once for each time in the output")
     logit_bias: tuple[tuple[int, float], ...] = ()
     processors: tuple[Any, ...] = ()
     seed: int = integer(0, 0, 2**32 - 1, help="of the random numbers")
