@@ -147,33 +147,71 @@ def check(system: System) -> None:
     Raises:
       ConfigError: it cannot.
     """
-    drafter = system.drafter
-    rule = system.rule
-    if drafter.taps:
-        reason = "reads the target's states, which are not there when it runs ahead"
-    elif drafter.tree is not None:
-        reason = "drafts trees, and what runs ahead is a chain"
-    elif drafter.rewind is None:
-        reason = "has no `rewind` to forget a block that is dropped"
-    elif system.num_draft == 0:
-        reason = "drafts nothing"
-    elif system.needs_update_counts:
-        raise ConfigError(
-            f"drafter {drafter.name!r} drafts from earlier outputs, which overlapped drafting "
-            "supports only under 'greedy' and 'match'; take one of these, or "
-            "suffix_history_tokens=0"
-        )
-    else:
-        reason = None
-    if not system.target.can_rewind:
-        raise ConfigError("the target cannot forget rejected drafts, so nothing is drafted for it")
-    if reason is not None:
-        raise ConfigError(f"drafter {drafter.name!r} cannot be overlapped: it {reason}")
-    if rule.is_joint:
-        raise ConfigError(
-            f"rule {rule.name!r} looks at drafts past the first rejection, which have no "
-            "scores yet when drafting is overlapped: take 'greedy', 'residual' or 'match'"
-        )
+    drafter = f"drafter {system.drafter.name!r}"
+    cannot = f"{drafter} cannot be overlapped: it "
+    refused = {
+        "the target cannot forget rejected drafts, so nothing is drafted for it": (
+            not system.target.can_rewind
+        ),
+        f"{cannot}reads the target's states, which are not there when it runs ahead": (
+            system.drafter.taps
+        ),
+        f"{cannot}drafts trees, and what runs ahead is a chain": system.drafter.tree is not None,
+        f"{cannot}has no `rewind` to forget a block that is dropped": (
+            system.drafter.rewind is None
+        ),
+        f"{cannot}drafts nothing": system.num_draft == 0,
+        f"{drafter} drafts from earlier outputs, which overlapped drafting supports only under "
+        "'greedy' and 'match'; take one of these, or suffix_history_tokens=0": (
+            system.needs_update_counts
+        ),
+        f"rule {system.rule.name!r} looks at drafts past the first rejection, which have no "
+        "scores yet when drafting is overlapped: take 'greedy', 'residual' or 'match'": (
+            system.rule.is_joint
+        ),
+    }
+    for reason, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(reason)
+
+
+class _Side:
+    """What runs on one side's devices."""
+
+    def __init__(self, where: Side):
+        self.where = where
+        self.mesh = mesh_of_side(where)
+        self._placed: tuple = ()  # of parameters, the latest first
+
+    def run(self, function, *args, **kwargs):
+        """Runs a program, and waits for its results."""
+        with use_mesh(self.mesh):
+            return jax.block_until_ready(function(*args, **kwargs))
+
+    def send(self, state):
+        """Copies a state to these devices."""
+        return place_state(state, self.mesh) if self.mesh else jax.device_put(state, self.where)
+
+    def place(self, params):
+        """Returns parameters on these devices; copies are made once, and the last few are kept.
+
+        Prefill and rounds use different layouts, and the parameters of a drafter that copies from
+        past outputs change.
+        """
+        for known, copy in self._placed:
+            if known is params:
+                return copy
+
+        def put(x):
+            is_there = isinstance(x, jax.Array) and x.sharding.device_set == _devices(self.where)
+            if is_there and x.sharding.num_devices > 1:
+                return x  # sharded already, perhaps in its own way
+            where = NamedSharding(self.mesh, PartitionSpec()) if self.mesh else self.where
+            return jax.device_put(x, where)
+
+        copy = jax.tree.map(put, params)
+        self._placed = ((params, copy), *self._placed[: _KEPT - 1])
+        return copy
 
 
 class Overlap:
@@ -186,68 +224,33 @@ class Overlap:
     def __init__(self, devices: Devices):
         if devices.shared:
             raise ConfigError(f"draft and target share {_names(devices.shared)}; see make_loop")
-        self.devices = devices
-        self._placed: dict[str, tuple] = {"target": (), "draft": ()}
+        self._draft = _Side(devices.draft)
+        self._target = _Side(devices.target)
 
-    def prefill(
-        self,
-        params,
-        tokens,
-        lengths,
-        limit,
-        stop_tokens,
-        sampler,
-        draft_sampler,
-        *,
-        system: System,
-        slots: int,
-        samples: int = 1,
-    ) -> DecodeState:
-        """As ``decoding.prefill``; ``draft`` of the state is a ``SplitState``.
+    def prefill(self, params, *request, system: System, slots: int, samples: int = 1):
+        """As ``decoding.prefill``, with its arguments; ``draft`` of the state is a ``SplitState``.
 
         Raises:
           ConfigError: see ``check``; or the draft's cache cannot go back.
           ShapeError: as ``decoding.prefill``.
         """
         check(system)
-        params = self._place(params)
-        state = self._run(
-            "target",
-            decoding.prefill,
-            {**params, "draft": None},
-            tokens,
-            lengths,
-            limit,
-            stop_tokens,
-            sampler,
-            draft_sampler,
-            system=_alone(system),
-            slots=slots,
-            samples=samples,
-        )
+        both = {"target": self._target.place(params["target"]), "draft": None}
+        sizes = {"slots": slots, "samples": samples}
+        state = self._target.run(decoding.prefill, both, *request, system=_alone(system), **sizes)
         # All that the draft needs of the target's side before the first tick.
-        known = (
-            tokens,
-            state.tokens,
-            state.length,
-            state.draft_sampler,
-            sampler.seed,
-            sampler.is_greedy,
+        seeds = (state.sampler.seed, state.sampler.is_greedy)
+        known = (request[0], state.tokens, state.length, state.draft_sampler, *seeds)
+        params = self._draft.place(params["draft"])
+        known = self._draft.send(known)
+        side, outcome = self._draft.run(
+            pearl.prefill_draft, params, *known, system=system, slots=slots
         )
-        side, outcome = self._run(
-            "draft",
-            pearl.prefill_draft,
-            params["draft"],
-            *self._send("draft", known),
-            system=system,
-            slots=slots,
-        )
-        with use_mesh(mesh_of_side(self.devices.draft)):
-            block = jax.eval_shape(
-                functools.partial(pearl.draft_ahead, system=system), params["draft"], side, outcome
-            )[0]
+        with use_mesh(self._draft.mesh):
+            draft_ahead = functools.partial(pearl.draft_ahead, system=system)
+            block, _ = jax.eval_shape(draft_ahead, params, side, outcome)
         ahead = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), block)
-        return state.replace(draft=SplitState(self._send("target", ahead), side, outcome, 0))
+        return state.replace(draft=SplitState(self._target.send(ahead), side, outcome, 0))
 
     def generate(
         self,
@@ -260,8 +263,10 @@ class Overlap:
         system: System,
     ) -> tuple[DecodeState, Chunk]:
         """As ``decoding.generate``, a round being a tick. Donates the state."""
-        params = self._place(params)
         (ahead, side, outcome, tick), state = state.draft, state.replace(draft=())
+        draft_params = self._draft.place(params["draft"])
+        target_params = self._target.place(params["target"])
+        alone = _alone(system)
         begin = tick
         row_ticks = 0
         state = state.replace(finish=jnp.where(state.is_active, stop, state.finish))
@@ -269,67 +274,28 @@ class Overlap:
         # On a CPU a small program runs in the thread that calls it: the draft gets its own.
         with ThreadPoolExecutor(1, "draft") as worker:
             while tick - begin < int(max_rounds) and num_active >= max(1, int(min_active)):
+                draft_ahead = functools.partial(pearl.draft_ahead, system=system)
                 drafting = worker.submit(
                     contextvars.copy_context().run,
-                    self._run,
-                    "draft",
-                    pearl.draft_ahead,
-                    params["draft"],
+                    self._draft.run,
+                    draft_ahead,
+                    draft_params,
                     side,
                     outcome,
-                    system=system,
                 )
-                state, logits, features = self._run(
-                    "target",
-                    pearl.score_ahead,
-                    params["target"],
-                    state,
-                    ahead.tokens,
-                    system=_alone(system),
+                state, logits, features = self._target.run(
+                    pearl.score_ahead, target_params, state, ahead.tokens, system=alone
                 )
                 block, side = drafting.result()
-                state, ahead, outcome, active = self._run(
-                    "target",
-                    pearl.accept_chain,
-                    state,
-                    ahead,
-                    self._send("target", block),
-                    logits,
-                    features,
-                    system=_alone(system),
+                block = self._target.send(block)
+                state, ahead, outcome, active = self._target.run(
+                    pearl.accept_chain, state, ahead, block, logits, features, system=alone
                 )
-                outcome = self._send("draft", outcome)
+                outcome = self._draft.send(outcome)
                 tick, row_ticks, num_active = tick + 1, row_ticks + num_active, int(active)
-        with use_mesh(mesh_of_side(self.devices.target)):
+        with use_mesh(self._target.mesh):
             chunk = decoding.read_chunk(state, jnp.int32(tick - begin), jnp.int32(row_ticks))
         return state.replace(draft=SplitState(ahead, side, outcome, tick)), chunk
-
-    def _send(self, name: str, tree):
-        side = getattr(self.devices, name)
-        return place_state(tree, side) if isinstance(side, Mesh) else jax.device_put(tree, side)
-
-    def _place(self, params) -> dict:
-        """Places the parameters on their sides; copies are made once and kept.
-
-        The last few of each side are kept: prefill and rounds use different layouts, and the
-        parameters of a drafter that copies from past outputs change.
-        """
-
-        def placed(name):
-            given = params[name]
-            for known, copy in self._placed[name]:
-                if known is given:
-                    return copy
-            copy = _put(given, getattr(self.devices, name))
-            self._placed[name] = ((given, copy), *self._placed[name][: _KEPT - 1])
-            return copy
-
-        return {name: placed(name) for name in ("target", "draft")}
-
-    def _run(self, name: str, function, *args, **kwargs):
-        """Runs a program on the devices of a side, and waits for its results."""
-        with use_mesh(mesh_of_side(getattr(self.devices, name))):
-            return jax.block_until_ready(function(*args, **kwargs))
 
 
 def _alone(system: System) -> System:
@@ -339,15 +305,3 @@ def _alone(system: System) -> System:
 
 def _names(devices: set[jax.Device]) -> str:
     return ", ".join(str(d) for d in sorted(devices, key=lambda d: d.id))
-
-
-def _put(tree, side: Side):
-    if not isinstance(side, Mesh):
-        return jax.device_put(tree, side)
-
-    def put(x):
-        is_there = isinstance(x, jax.Array) and x.sharding.device_set == _devices(side)
-        is_sharded = is_there and side.size > 1
-        return x if is_sharded else jax.device_put(x, NamedSharding(side, PartitionSpec()))
-
-    return jax.tree.map(put, tree)
