@@ -129,18 +129,6 @@ def unsplit_weights(
     return [*said]
 
 
-def log_unsplit(
-    owner: str,
-    table: Mapping[str, Any],
-    mesh: Mesh,
-    axis_rules: AxisRules,
-    counts: Mapping[str, int],
-) -> None:
-    """Logs ``unsplit_weights``, each sentence once."""
-    for line in unsplit_weights(owner, table, mesh, axis_rules, counts):
-        log_once(line)
-
-
 def _whole(name: str, size: int, mesh: Mesh, axis_rules: AxisRules) -> list[str]:
     over = axis_rules.get(name)
     if size % mesh.shape.get(over, 1) == 0 or kv_replication(name, size, mesh, axis_rules) > 1:
@@ -207,7 +195,7 @@ def spec(
 def kv_replication(
     name: str, count: int, mesh: Any = None, axis_rules: AxisRules | None = None
 ) -> int:
-    """Returns on how many devices along their axis each key-value head lies; 1 unless there are
+    """Returns the number of devices that hold a copy of each key-value head; 1 unless there are
     more devices than heads.
 
     Weights keep their shape, and a head's columns lie on neighbours (see ``named``). Activations
@@ -283,11 +271,11 @@ def gather_width(weight: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def gather_vocab(x: jax.Array) -> jax.Array:
-    """Gathers the last dimension of an array dtype[B,...,W] as one of a matrix, each device for its
+    """Replicates the vocabulary axis of logits dtype[B,...,V] before sampling, for each device's
     part of all rows.
 
-    A TPU gathers it in a layout that has the rows last, and pads them to 128: of [B,T,W] it would
-    pad the T, every one of B times.
+    It is gathered as a dimension of a matrix: of [B,T,V] a TPU gathers V in a layout that has the
+    rows last, padded to 128, and would pad the T, every one of B times.
     """
     mesh = ambient()
     if mesh is None:
@@ -497,15 +485,15 @@ def shard_map_rows(function: Callable[..., Any], rows_axis: str = "batch") -> Ca
     if ambient() is None:
         return function
 
-    def hold(x, axes):
-        """Without it the partitioner would split what layers read like what is sampled, and gather
-        it in every layer."""
+    def keep_batch_sharding(x, axes):
+        """Pins small per-row arrays to the batch axis, so that sharding chosen for sampling does
+        not spread into the layers."""
         is_wide = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
         return x if is_wide else constrain(x, *axes)
 
     def run(*args):
         if rows_axis == SAMPLED_ROWS:
-            args = jax.tree.map(hold, args, state_axes(args))
+            args = jax.tree.map(keep_batch_sharding, args, state_axes(args))
         rows = max(x.shape[0] for x in jax.tree.leaves(args) if x.ndim)
         out = jax.eval_shape(function, *args)
         given = [x.shape for x in jax.tree.leaves(args) if x.ndim and x.shape[0] not in (1, rows)]

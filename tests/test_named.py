@@ -100,7 +100,7 @@ def test_the_decoders_config_names_what_really_drafts_and_accepts():
     assert SpeculativeDecoder(target, **options).config.rejection_sampling_strategy == "match"
     again = SpeculativeDecoder(target, config=found, rule=rule, **options)
     assert again.config == found
-    with pytest.raises(ConfigError, match="'mine' is none of the package's; give it: rule="):
+    with pytest.raises(ConfigError, match="unknown rule 'mine'; pass your own as rule="):
         SpeculativeDecoder(target, config=found, **options)
     with pytest.raises(ConfigError, match="no drafter kind 'copy'"):
         SpeculativeDecoder(target, config=found, rule=rule, target_sampler=hot)

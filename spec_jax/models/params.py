@@ -17,7 +17,7 @@ from spec_jax.models.cpu_layout import weight
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.runs import name_of, runs_of, stacks_of
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import AxisRules, check_divides, log_unsplit, named, shardings
+from spec_jax.sharding import AxisRules, check_divides, log_once, named, shardings, unsplit_weights
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -208,7 +208,8 @@ def _check_heads(
     """Refuses a mesh that does not divide heads or experts, and logs what else it does not."""
     counts = head_counts(config)
     check_divides(owner, counts, mesh, axis_rules)
-    log_unsplit(owner, table, mesh, axis_rules, counts)
+    for line in unsplit_weights(owner, table, mesh, axis_rules, counts):
+        log_once(line)
 
 
 def declared(config: AnyConfig) -> Iterator[tuple[str, ParamSpec, int | None]]:

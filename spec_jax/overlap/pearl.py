@@ -23,7 +23,7 @@ from spec_jax.sharding import constrain_state, replicate
 
 @flax.struct.dataclass
 class Verified:
-    """Verified of one chain, sent to the draft's devices."""
+    """Outcome of one verified chain, sent to the draft's devices."""
 
     tokens: jax.Array  # i32[B,K+1], emitted, of which the first n_emit count
     n_emit: jax.Array  # i32[B]

@@ -130,9 +130,7 @@ def match(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     Lossless for any draft. With noise keyed by position the tokens even equal those of plain
     decoding, whatever is drafted. A draft drawn with the same noise is accepted with
     probability sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)).
-    Source: the coupling is Gumbel-max sampling shared between two distributions; Daliri et
-    al.,
-    arXiv 2408.07978.
+    Source: Gumbel-max sampling shared between two distributions, Daliri et al., arXiv 2408.07978.
     """
     return _match(target.processed + noise.gumbel, proposal)
 

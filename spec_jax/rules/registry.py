@@ -110,7 +110,7 @@ def make_rule(config: SpeculativeConfig) -> Rule:
         rates = synthetic.synthetic_rates(config.synthetic, config.num_speculative_tokens)
         return _synthetic_rule(rates)
     if strategy not in _BY_NAME:  # of the config of a decoder whose rule was its own
-        raise ConfigError(f"rule {strategy!r} is none of the package's; give it: rule=...")
+        raise ConfigError(f"unknown rule {strategy!r}; pass your own as rule=...")
     return _BY_NAME[strategy]
 
 
