@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.sampling import processed as oracle
-from oracles.sampling import processed_row
 from scipy import stats
 
 from spec_jax import testing
@@ -76,15 +74,30 @@ def after(sampler, prompts, outputs, vocab=V):
     return sampler.start(*pad(prompts), vocab).advance(*pad(outputs))
 
 
-def compare(configs, logits, prompts, outputs, drafted, min_margin=1e-5):
-    """Runs both; every kept set must be equal and every kept value close."""
-    B, _, vocab = logits.shape
-    expected, margin = oracle(logits, configs, prompts, outputs, drafted)
-    assert margin > min_margin, "the example decides nothing clearly; choose another seed"
+def expected_of(config, logits, prompt=(), output=(), margin=1e-5):
+    """The oracle's distribution f64[V] of one node, and whether it decides clearly what is kept."""
+    dists = []
+    for x in (0.0, -margin, margin):
+        top_p = config.top_p if config.top_p == 1 else min(config.top_p + x, 1.0)
+        near = dataclasses.replace(config, top_p=top_p, min_p=min(config.min_p * (1 + x), 1.0))
+        dists.append(testing.reference_distribution(logits, near, prompt, [*output]))
+    return dists[0], ((dists[1] > 0) == (dists[2] > 0)).all()
+
+
+def compare(configs, logits, prompts, outputs, drafted, margin=1e-5):
+    """Runs both; every kept set must be equal and every kept probability close."""
+    B, num_nodes, vocab = logits.shape
     sampler = after(make_sampler(configs, B, vocab), prompts, outputs, vocab)
     x = np.asarray(run(jnp.asarray(logits), sampler, jnp.asarray(drafted)))
-    np.testing.assert_array_equal(np.isneginf(x), np.isneginf(expected))
-    np.testing.assert_allclose(x, expected, rtol=2e-5, atol=2e-5)
+    for row, node in itertools.product(range(B), range(num_nodes)):
+        history = [*outputs[row], *drafted[row][:node]]
+        dist, is_clear = expected_of(
+            configs[row], logits[row, node], [*prompts[row]], history, margin
+        )
+        assert is_clear, "the example decides nothing clearly; choose another seed"
+        np.testing.assert_array_equal(x[row, node] > -INF, dist > 0)
+        probs = np.exp(x[row, node].astype(np.float64) - x[row, node].max())
+        np.testing.assert_allclose(probs / probs.sum(), dist, rtol=1e-4, atol=1e-9)
     return x
 
 
@@ -148,7 +161,7 @@ def test_large_vocabularies_take_the_narrow_and_the_wide_path(rows):
     logits, *history = scene(3, vocab=WIDE, nodes=2, seed=7, scale=1.0)
     logits *= np.asarray(scale, np.float32)[:, None, None]
     configs = [SamplerConfig(1.0, top_k=k, top_p=p) for k, p in zip(top_k, top_p)]
-    kept = (compare(configs, logits, *history, min_margin=1e-6) > -INF).sum(axis=-1).T
+    kept = (compare(configs, logits, *history, margin=1e-6) > -INF).sum(axis=-1).T
     assert (np.asarray(least) <= kept).all() and (kept <= np.asarray(most)).all()
 
 
@@ -183,16 +196,14 @@ def tied(vocab, seed, top_ks, rows=48):
 
 
 def check_ties(vocab, seed, top_ks):
-    """Every set of a clear margin is the oracle's, and has the reference's distribution."""
+    """Every set of a clear margin is the oracle's."""
     configs, logits = tied(vocab, seed, top_ks)
     x = np.asarray(run(logits, make_sampler(configs, len(configs), vocab)))
     num_checked = 0
     for config, row, ours in zip(configs, logits, x):
         for node, kept in zip(row, ours > -INF):
-            expected, margin = processed_row(node, config, (), ())
-            if margin > 1e-5:
-                np.testing.assert_array_equal(kept, expected > -INF)
-                dist = testing.reference_distribution(node, config, (), ())
+            dist, is_clear = expected_of(config, node)
+            if is_clear:
                 np.testing.assert_array_equal(kept, dist > 0)
                 num_checked += 1
     assert num_checked > 1.5 * len(configs)

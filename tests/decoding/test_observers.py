@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.sampling import processed_row
 from support.decoders import prefill
 from support.scripted import BUCKETS, Known, Script
 
@@ -88,8 +87,9 @@ def teacher_forced(target, prompt, sampler, tokens):
         a, b = text[len(prompt) - 1 + i : len(prompt) + 1 + i]
         logits = table[a * V + b]
         raw.append(log_softmax(logits)[token])
-        x = processed_row(logits.astype(np.float32), sampler, prompt, list(tokens[:i]))[0]
-        processed.append(log_softmax(np.asarray(x, np.float64))[token])
+        context = (sampler, prompt, list(tokens[:i]))
+        dist = testing.reference_distribution(logits.astype(np.float32), *context)
+        processed.append(np.log(dist[token]))
     return raw, processed
 
 
@@ -156,7 +156,7 @@ def test_overlapped_sides_have_the_same_observers(mocks, kind):
         for i in known:  # of the residual rule: what both distributions have in common
             a, b = [*prompt, *row.tokens][len(prompt) + i - 2 : len(prompt) + i]
             context = (sampler, prompt, list(row.tokens[:i]))
-            p, q = (np.exp(log_softmax(processed_row(t[a * V + b], *context)[0])) for t in tables)
+            p, q = (testing.reference_distribution(t[a * V + b], *context) for t in tables)
             assert row.trace.expected[i] == pytest.approx(np.minimum(p, q).sum(), abs=1e-5)
 
 
