@@ -355,10 +355,10 @@ MUTATIONS = mutants.read("""
         test_of_a_tree_each_node_follows_its_own_path
     a node is penalised for its own token
         penalties._apply: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
-        test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it
+        test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     penalties know nothing of the drafts before a node
         penalties._apply: K == 0 -> K >= 0
-        test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it
+        test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     each device writes as if it had all rows
         KVCache._put: P("batch") -> P()
         test_a_mesh_changes_no_token

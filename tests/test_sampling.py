@@ -124,23 +124,6 @@ def test_a_row_does_not_depend_on_its_neighbours():
         np.testing.assert_array_equal(alone[row], mixed[row])
 
 
-@pytest.mark.parametrize("node", range(T))
-def test_penalties_at_each_node_equal_a_recount_of_the_drafts_before_it(node):
-    """The same node, scored alone with its ancestors already counted as output."""
-    config = SamplerConfig(
-        temperature=1.0, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.4
-    )
-    logits, prompts, outputs, drafted = scene(3, seed=4)
-    sampler = make_sampler(config, 3, V)
-    tree = run(logits, after(sampler, prompts, outputs), jnp.asarray(drafted))
-    seen = [np.concatenate([o, d[:node]]) for o, d in zip(outputs, drafted)]
-    alone = run(logits[:, node : node + 1], after(sampler, prompts, seen))
-    np.testing.assert_allclose(tree[:, node], alone[:, 0], rtol=1e-6)
-    if node:
-        stale = run(logits[:, node : node + 1], after(sampler, prompts, outputs))
-        assert np.abs(np.asarray(stale[:, 0] - tree[:, node])).max() > 0.1
-
-
 WIDE = 300  # more than the filters look at before they sort everything
 CASES = [  # top_k, top_p, scale of the logits, and the least and most tokens kept
     (0, 0.9, 4.0, 1, 127),
@@ -309,15 +292,6 @@ def test_a_nan_stays_and_spoils_no_other_row(name):
     assert np.isnan(x[0, 1]).any()
     np.testing.assert_array_equal(x[1:], clean[1:])
     np.testing.assert_array_equal(x[0, [0, 2, 3]], clean[0, [0, 2, 3]])
-
-
-def test_penalties_count_only_what_is_new_and_count_repeats():
-    config = SamplerConfig(presence_penalty=1.0)
-    sampler = after(make_sampler(config, 2, 5), [[1], [0]], [[0], []], 5)
-    more = sampler.advance(jnp.asarray([[2, 2, 0], [4, 3, 3]]), jnp.asarray([3, 2]))
-    counts = more.processors[0].state
-    np.testing.assert_array_equal(counts.output, [[2, 0, 2, 0, 0], [0, 0, 0, 1, 1]])
-    np.testing.assert_array_equal(counts.prompt, [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]])
 
 
 def test_draws_match_the_processed_distribution_and_never_take_a_dropped_token():

@@ -83,6 +83,7 @@ class SamplerConfig(ConfigRecord):
         stated = {name: value for name, value in stated.items() if value is not None}
         for name, value in stated.items():
             is_read = name in (*_GENERATION, "repetition_penalty", *_IRRELEVANT)
+            is_read |= name.startswith(_IRRELEVANT_PREFIXES)
             if not is_read and value not in _NEUTRAL.get(name, ()):
                 instead = "pass stop=" if name == "stop_strings" else "give a SamplerConfig"
                 raise ConfigError(f"{name} is {value!r:.80}, which is not supported; {instead}")
@@ -126,6 +127,7 @@ def columns(configs: Sequence[SamplerConfig], stage: str) -> dict[str, list] | N
 
 
 # What generation_config.json may hold without changing which tokens are drawn: any value of these,
+_IRRELEVANT_PREFIXES = ("output_", "return_", "cache_", "assistant_", "num_assistant_")
 _IRRELEVANT = (
     "bos_token_id",
     "eos_token_id",
@@ -135,14 +137,6 @@ _IRRELEVANT = (
     "max_new_tokens",
     "max_time",
     "use_cache",
-    "cache_implementation",
-    "cache_config",
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "output_scores",
-    "return_dict_in_generate",
-    "return_legacy_cache",
     "renormalize_logits",
     "length_penalty",
     "early_stopping",
@@ -150,13 +144,8 @@ _IRRELEVANT = (
     "_from_model_config",
     "disable_compile",
     "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
     "prompt_lookup_num_tokens",
     "max_matching_ngram_size",
-    "assistant_early_exit",
-    "assistant_lookbehind",
     "target_lookbehind",
     "prefill_chunk_size",
     "compile_config",
@@ -164,7 +153,6 @@ _IRRELEVANT = (
     "chat_format",  # this and the rest are of models whose code is beside their weights
     "max_window_size",
     "user_token_id",
-    "assistant_token_id",
 )
 # and these values of others.
 _NEUTRAL = {

@@ -23,17 +23,7 @@ from spec_jax.decoding.round import (
     target_pass,
     verify,
 )
-from spec_jax.decoding.state import (
-    Chunk,
-    DecodeState,
-    Finish,
-    Kind,
-    Record,
-    System,
-    append,
-    apply_limits,
-)
-from spec_jax.decoding.validate import validate_proposal, validate_verdict
+from spec_jax.decoding.state import Chunk, DecodeState, Finish, Kind, Record, System, append
 
 __all__ = [
     "LOGPROBS",
@@ -47,7 +37,6 @@ __all__ = [
     "accept",
     "acceptance_by_kind",
     "append",
-    "apply_limits",
     "call_accept",
     "commit",
     "decode_round",
@@ -65,7 +54,5 @@ __all__ = [
     "round_noise",
     "score",
     "target_pass",
-    "validate_proposal",
-    "validate_verdict",
     "verify",
 ]

@@ -64,15 +64,6 @@ def test_further_calls_match_target_distribution_with_every_rule(memory, rule):
         assert p_value(output, 3) > ALPHA
 
 
-@pytest.mark.measure
-@pytest.mark.parametrize("rule", ["residual", "block", "traversal"])
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_many_trials_of_further_calls_match_target_distribution(memory, rule):
-    found = [p_value(output) for output in calls(MEMORIES[memory](65536), rule, 65536, 3)]
-    print(f"{memory}, {rule}: p = " + ", ".join(f"{p:.3f}" for p in found))
-    assert min(found) > ALPHA
-
-
 @pytest.fixture(scope="module")
 def remembering():
     target = LoadedModel("target", testing.toy_model(V), TARGET)
