@@ -345,7 +345,7 @@ MUTATIONS = mutants.read("""
         mtp.model.recycle: rms_norm(x, y_, z_) -> x
         test_drafts_are_the_published_architecture[sequential]
     filters read logits that are computed twice
-        sampling._process: jax.lax.optimization_barrier(x_) -> x_
+        sampling.process_rows: jax.lax.optimization_barrier(x_) -> x_
         test_filters_keep_a_token_however_the_compiler_rounds
     * the nucleus is a token short
         _last_of_top_p: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
