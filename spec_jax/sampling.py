@@ -58,7 +58,13 @@ class Sampler:
     def keys(
         self, purpose: rng.Purpose, position: jax.Array, node: jax.Array | int | None = None
     ) -> jax.Array:
-        """Returns key[B] of each row's noise, see ``rng.keys``."""
+        """Returns key[B], each row's own, with which noise is drawn.
+
+        Args:
+          purpose: what the draw is for.
+          position: i32[B], of the token, or where the round starts.
+          node: i32[B] or i32[], of a draw that the round makes for each node; None: there is one.
+        """
         return rng.keys(self.seed, purpose, position, node, self.update_counts)
 
     def counting_updates(self) -> Sampler:
@@ -297,7 +303,10 @@ def process_rows(
     *,
     is_argmax: bool = False,
 ) -> jax.Array:
-    """Does what ``process`` does for the rows of one device, inside of ``shard_map_rows``."""
+    """Does what ``process`` does for the rows of one device, inside of ``shard_map_rows``.
+
+    Args and Returns are those of ``process``.
+    """
     x = logits.astype(jnp.float32)
     if sampler.processors:
         B, T, _ = x.shape

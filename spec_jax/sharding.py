@@ -230,7 +230,15 @@ def named(
     counts: Mapping[str, int] | None = None,
 ) -> NamedSharding:
     """Returns ``spec`` as a sharding over the mesh, where each key-value head may lie on several
-    devices (see ``kv_replication``)."""
+    devices (see ``kv_replication``).
+
+    Args:
+      axes: the logical name of each dimension; None and missing ones at the end are whole.
+      shape: of the array.
+      mesh: the devices.
+      axis_rules: by default those of ``use_axis_rules``.
+      counts: of logical axes that hold whole units, see ``spec``.
+    """
     axis_rules = _rules.get() if axis_rules is None else axis_rules
     count = (counts or {}).get("kv_heads")
     if count is not None and "kv_heads" in axes:
@@ -291,7 +299,14 @@ def shardings(
     axis_rules: AxisRules | None = None,
     counts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the shardings of the weights of a table of ``ParamSpec``, nested as the table is."""
+    """Returns the shardings of the weights of a table of ``ParamSpec``, nested as the table is.
+
+    Args:
+      table: of ``ParamSpec``, by name, or of such tables.
+      mesh: the devices.
+      axis_rules: by default those of ``use_axis_rules``.
+      counts: of logical axes that hold whole units, see ``spec``.
+    """
     return {
         name: named(entry.axes, entry.shape, mesh, axis_rules, counts)
         if hasattr(entry, "axes")

@@ -183,7 +183,15 @@ def _feed_unpadded(params, tokens, length, system, slots):
 
 @functools.partial(bounded_jit, static_argnames=("target", "slots", "chunk"))
 def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
-    """Feeds prompts to the target, in passes of ``chunk`` tokens per row; None: in one pass.
+    """Feeds prompts to the target.
+
+    Args:
+      params: the target's parameters.
+      tokens: i32[B,T], the prompts.
+      lengths: i32[B], their lengths without padding.
+      target: the model.
+      slots: S.
+      chunk: tokens of a row in a pass; None: all in one pass.
 
     Returns:
       The prompts' cache, logits f32[B,1,V] at the last position, and the features.
@@ -275,7 +283,22 @@ def _repeat_rows(fed, *, count):
 def init_state(
     tokens, lengths, limit, stop_tokens, sampler, draft_sampler, logits, *, is_argmax, slots
 ) -> tuple[DecodeState, jax.Array]:
-    """Returns the state with each row's first token and without caches, and the tokens i32[B]."""
+    """Samples the first token of each row.
+
+    Args:
+      tokens: i32[B,T], the prompts.
+      lengths: i32[B], their lengths without padding.
+      limit: i32[B], maximum tokens of prompt and output.
+      stop_tokens: i32[B,X], -1 for none.
+      sampler: the target's sampler.
+      draft_sampler: the draft's sampler.
+      logits: f32[B,1,V], the target's, after the prompts.
+      is_argmax: the rule takes the argmax.
+      slots: M.
+
+    Returns:
+      The state without caches, and the tokens i32[B].
+    """
     B, T = tokens.shape
     V = logits.shape[-1]
     is_prompt = jnp.arange(T) < lengths[:, None]

@@ -90,7 +90,11 @@ class System(NamedTuple):
         return self.rule.needs_probs or any(x.needs_probs for x in self.observers)
 
     def context(self, tokens, length, sampler, request, is_greedy) -> Context:
-        """Builds the drafter's ``Context``; what depends on the rule is filled in here."""
+        """Builds the drafter's ``Context``; what depends on the rule is filled in here.
+
+        Args:
+          tokens, length, sampler, request, is_greedy: see ``Context``.
+        """
         return Context(
             tokens,
             length,
@@ -210,8 +214,15 @@ def apply_limits(
     """Returns how many of n new tokens each row keeps, and its ``Finish``.
 
     A stop token is kept, and tokens after it are cut. Tokens beyond the limit are cut. A fault
-    stops the row after the first ``num_before`` (i32[B]) of these tokens; it is none if they were
-    cut there or before.
+    stops the row after some of the tokens; it is none if they were cut there or before.
+
+    Args:
+      state: the state of all rows.
+      tokens: i32[B,P], the new tokens.
+      total: i32[B], tokens of prompt and output before them.
+      n: i32[B] or an int, how many of them count.
+      fault: i32[B], a ``Finish`` other than RUNNING where a row is at fault.
+      num_before: i32[B] or an int, tokens before the fault.
     """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == state.stop_tokens[:, None]).any(axis=2)

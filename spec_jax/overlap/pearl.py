@@ -48,7 +48,22 @@ class DraftSide:
 def prefill_draft(
     params, prompts, tokens, length, sampler, request, is_greedy, *, system: System, slots: int
 ) -> tuple[DraftSide, Verified]:
-    """Returns the draft's side before the first tick, and an outcome that changes nothing."""
+    """Feeds the prompts to the draft.
+
+    Args:
+      params: the draft's parameters.
+      prompts: i32[B,T], right-padded.
+      tokens: i32[B,M], prompt and first token.
+      length: i32[B], tokens fed to the target.
+      sampler: the draft's sampler, after the first token.
+      request: u32[B], the target's seed of each row.
+      is_greedy: bool[B], rows whose target takes the argmax.
+      system: target, drafter, rule and K.
+      slots: the target's number of slots.
+
+    Returns:
+      The draft's side before the first tick, and an outcome that changes nothing.
+    """
     B, _ = tokens.shape
     K = system.num_draft
     drafter = system.drafter
