@@ -72,20 +72,6 @@ class Sampler:
         counts = jnp.zeros((*self.seed.shape, len(UpdateCounter)), jnp.uint32)
         return self.replace(update_counts=counts)
 
-    def with_update_count(self, source: UpdateCounter, count: jax.Array | int) -> Sampler:
-        """Keys each row's noise by how often what it reads has changed.
-
-        Args:
-          source: what it reads.
-          count: u32[B] or u32[], how often that has changed.
-
-        Returns:
-          The sampler; the same one where nothing learns.
-        """
-        if self.update_counts is None:
-            return self
-        return self.replace(update_counts=self.update_counts.at[:, source].set(count))
-
     def start(self, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Sampler:
         """Returns the sampler before the first output token.
 

@@ -160,11 +160,22 @@ class DecodeState:
         return self.finish == Finish.RUNNING
 
     def with_update_count(self, source: UpdateCounter, count: jax.Array | int) -> DecodeState:
-        """Keys each row's noise by how often what it reads has changed, see ``Sampler``."""
-        return self.replace(
-            sampler=self.sampler.with_update_count(source, count),
-            draft_sampler=self.draft_sampler.with_update_count(source, count),
-        )
+        """Keys each row's noise by how often what it reads has changed.
+
+        Args:
+          source: what it reads.
+          count: u32[B] or u32[], how often that has changed.
+
+        Returns:
+          The state; the same one where nothing learns.
+        """
+        if self.sampler.update_counts is None:
+            return self
+
+        def put(sampler):  # for each its own array, as each is donated
+            return sampler.replace(update_counts=sampler.update_counts.at[:, source].set(count))
+
+        return self.replace(sampler=put(self.sampler), draft_sampler=put(self.draft_sampler))
 
 
 class Chunk(NamedTuple):
