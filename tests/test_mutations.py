@@ -189,7 +189,7 @@ MUTATIONS = mutants.read("""
         shard_map_over.on_part: jax.lax.psum(x_, over) -> x_
         test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows
     of a stack the experts of the first layer are computed
-        moe._groups: weight.place * X -> 0 * weight.place
+        moe._groups: weight.layer * X -> 0 * weight.layer
         test_of_a_stack_the_experts_of_one_layer_are_computed
     a loop takes layers that do not repeat
         runs.shortest_runs: same[period] // period + 2 -> same[period] // period + 3

@@ -138,6 +138,11 @@ def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
 def stated_flag(hf: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """Returns a key of a config.json that is true, false, 1 or 0, or the default without it.
 
+    Args:
+      hf: the object of config.json.
+      name: the key.
+      default: what it means that the key is absent or null.
+
     Raises:
       ConfigError: it is something else.
     """

@@ -312,7 +312,82 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**hf, **text, **outer} if text else hf
 
 
-class EqualHeads:
+class HubConfig:
+    """Mixin of the frozen dataclasses that are configs, whose fields have Hugging Face's names."""
+
+    __repr__ = short_repr()
+
+    def settle(self, *sizes: str, may_be_0: str = "", **others: Any) -> None:
+        """Checks the fields that families share, and fills those that others decide.
+
+        Args:
+          *sizes: fields that are positive integers unless they are None, beside those that are
+            declared as integers.
+          may_be_0: of those, the one that need not be positive.
+          **others: values that replace those of fields.
+
+        Raises:
+          ConfigError: a field is wrong.
+        """
+        for name, value in others.items():
+            object.__setattr__(self, name, value)
+        names = [field.name for field in dataclasses.fields(self) if field.type == "int"]
+        stated = [name for name in sizes if getattr(self, name) is not None]
+        check_sizes(self, *(name for name in names if name != may_be_0), *stated)
+        check_fields(self)
+        check_ranges(self, rms_norm_eps=EPS_RANGE)
+        X = getattr(self, "num_experts", None)
+        if X and self.num_experts_per_tok > X:
+            raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
+        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
+
+    def settle_heads(self) -> None:
+        """Checks how many heads there are, and fills ``head_dim`` where it is None.
+
+        Raises:
+          ConfigError: a head is too many, or the width is no multiple.
+        """
+        D = self.hidden_size
+        N = self.num_attention_heads
+        G = self.num_key_value_heads
+        if N % G:
+            raise ConfigError(
+                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
+            )
+        if self.head_dim is None:
+            if D % N:
+                raise ConfigError(
+                    f"hidden_size {D} is not a multiple of num_attention_heads {N}, and head_dim "
+                    "is not given"
+                )
+            object.__setattr__(self, "head_dim", D // N)
+
+    def as_hf(self, model_type: str, architecture: str, *left_out: str) -> dict[str, Any]:
+        """Returns the fields as a config.json holds them.
+
+        Args:
+          model_type: the key of this name.
+          architecture: the class in transformers.
+          *left_out: fields that are not stated.
+        """
+        left_out += ("rope", "scan_layers")
+        stated = {n: x for n, x in dataclasses.asdict(self).items() if n not in left_out}
+        hf = {n: list(x) if isinstance(x, tuple) else x for n, x in stated.items()}
+        part = {n: hf[n] for n in ("partial_rotary_factor",) if n in hf}
+        rope = {"rope_parameters": self.rope.to_hf() | part} if self.rotary_dim else {}
+        return (
+            hf
+            | rope
+            | {
+                "eos_token_id": eos_spelling(self.eos_token_id),
+                "hidden_act": "silu",
+                "model_type": model_type,
+                "architectures": [architecture],
+            }
+        )
+
+
+class EqualHeads(HubConfig):
     """Mixin of configs whose queries, keys and values are all ``head_dim`` wide."""
 
     @property
@@ -357,7 +432,7 @@ class PartialRotary(EqualHeads):
         return from_fields(cls, hf)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ModelConfig(EqualHeads):
     """The shape of a Llama, Qwen2 or Qwen3 model. Field names are Hugging Face's.
 
@@ -391,51 +466,24 @@ class ModelConfig(EqualHeads):
     scan_layers: bool = False
     attention: str = "auto"
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        def set_(name, value):
-            return object.__setattr__(self, name, value)
-
         if self.model_type not in self.architectures:
             known = ", ".join(self.architectures)
             raise ConfigError(
                 f"model_type {shown(self.model_type)} is not supported; known: {known}"
             )
-        check_sizes(
-            self,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-            *(n for n in ("num_key_value_heads", "head_dim") if getattr(self, n) is not None),
-        )
-        check_fields(self)
-        check_ranges(self, rms_norm_eps=EPS_RANGE)
         if self.attention not in ATTENTIONS:
             known = ", ".join(ATTENTIONS)
             raise ConfigError(f"attention {shown(self.attention)} is not supported; known: {known}")
+        others = {}
         if self.num_key_value_heads is None:
-            set_("num_key_value_heads", self.num_attention_heads)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
-                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                    f"{self.num_attention_heads}, and head_dim is not given"
-                )
-            set_("head_dim", self.hidden_size // self.num_attention_heads)
+            others["num_key_value_heads"] = self.num_attention_heads
+        if self.model_type == "qwen2":
+            others["attention_bias"] = True
+        self.settle("num_key_value_heads", "head_dim", **others)
+        self.settle_heads()
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs it even")
-        if self.model_type == "qwen2":
-            set_("attention_bias", True)
-        set_("eos_token_id", eos_tuple(self.eos_token_id))
 
     @property
     def has_qk_norm(self) -> bool:
@@ -474,14 +522,9 @@ class ModelConfig(EqualHeads):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = dataclasses.asdict(self)
-        del hf["scan_layers"], hf["attention"], hf["rope"]
+        left_out = ["attention"]
         if self.model_type != "llama":
-            del hf["mlp_bias"]
+            left_out.append("mlp_bias")
         if self.model_type == "qwen2":
-            del hf["attention_bias"]
-        hf["eos_token_id"] = eos_spelling(self.eos_token_id)
-        hf["rope_parameters"] = self.rope.to_hf()
-        hf["hidden_act"] = "silu"
-        hf["architectures"] = [self.architectures[self.model_type]]
-        return hf
+            left_out.append("attention_bias")
+        return self.as_hf(self.model_type, self.architectures[self.model_type], *left_out)

@@ -91,8 +91,8 @@ _FOREIGN = {
         "DIRECTORY, gguf_file={name!r}).save_pretrained(OUT), and AutoTokenizer likewise"
     ),
     "adapter_model.*": (
-        "it holds a LoRA adapter. Merge it into its model where peft is: "
-        "AutoPeftModelForCausalLM.from_pretrained(DIRECTORY).merge_and_unload().save_pretrained(OUT)"
+        "it holds a LoRA adapter. Merge it into its model where peft is: AutoPeftModelForCausalLM."
+        "from_pretrained(DIRECTORY).merge_and_unload().save_pretrained(OUT)"
     ),
     "consolidated*": (
         "it holds its publisher's own layout. Load the Hugging Face repository of the model, whose "

@@ -22,36 +22,47 @@ EXPERTS = ("experts_gate", "experts_up", "experts_down")
 """Names of the maps of the routed experts."""
 
 
-class OfStack(NamedTuple):
+class StackedWeight(NamedTuple):
     """One layer's weight, inside the stack of all layers; only what is indexed is read.
 
     Attributes:
       stack: of all layers, along the first axis.
-      place: i32[], of the layer.
+      layer: i32[], its place in the stack.
     """
 
     stack: jax.Array
-    place: jax.Array
+    layer: jax.Array
 
     def __getitem__(self, index: jax.Array) -> jax.Array:
         """Returns some matrices of the layer."""
-        return self.stack[self.place, index]
+        return self.stack[self.layer, index]
 
     def whole(self) -> jax.Array:
         """Returns all of the layer."""
-        return self.stack[self.place]
+        return self.stack[self.layer]
 
 
 def _whole(weight):
-    return weight.whole() if isinstance(weight, OfStack) else weight
+    return weight.whole() if isinstance(weight, StackedWeight) else weight
 
 
 def _axes(weight):
-    return OfStack(P(None, "experts"), P()) if isinstance(weight, OfStack) else P("experts")
+    return (
+        StackedWeight(P(None, "experts"), P())
+        if isinstance(weight, StackedWeight)
+        else P("experts")
+    )
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:
-    """Returns the stacked maps of the routed experts, ``experts_gate`` dtype[X,D,F] and so on."""
+    """Returns the stacked maps of the routed experts, ``experts_gate`` dtype[X,D,F] and so on.
+
+    Args:
+      hf: of the external names, without the number of the expert.
+      num_experts: X.
+      D: the outer width.
+      F: the inner width of an expert.
+    """
     return {
         name: spec._replace(shape=(num_experts, *spec.shape), axes=("experts", *spec.axes))
         for name, spec in gated_specs("experts_", f"{hf}.{{e}}", D, F).items()
@@ -114,19 +125,26 @@ def mix_experts(
 def _mix_rows(experts, x_BTD, weights_BTX, num_chosen):
     """``mix_experts`` on one device, which may hold fewer experts than a token has."""
     X = weights_BTX.shape[-1]
-    D = x_BTD.shape[-1]
-    weights = weights_BTX.reshape(-1, X)
-    return _mix_chosen(experts, x_BTD.reshape(-1, D), weights, min(num_chosen, X)).reshape(
-        x_BTD.shape
-    )
+    x = x_BTD.reshape(-1, x_BTD.shape[-1])
+    mixed = _mix_chosen(experts, x, weights_BTX.reshape(-1, X), min(num_chosen, X))
+    return mixed.reshape(x_BTD.shape)
 
 
-Expert = jax.Array | OfStack
+Expert = jax.Array | StackedWeight
 Experts = tuple[Expert, Expert, Expert]  # gate and up dtype[X,D,F], down dtype[X,F,D]
 
 
 def mix_all(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Computes all experts for every token dtype[...,D], even those of weight zero."""
+    """Computes all experts for every token dtype[...,D], even those of weight zero.
+
+    Args:
+      experts: the maps.
+      x: dtype[M,D], tokens.
+      weights: dtype[M,X], zero for experts that a token did not choose.
+
+    Returns:
+      dtype[M,D].
+    """
     gate, up, down = map(_whole, experts)
     h = jax.nn.silu(jnp.einsum("...d,xdf->...xf", x, gate)) * jnp.einsum("...d,xdf->...xf", x, up)
     return jnp.einsum("...xf,xfd->...d", h * weights[..., None], down)
@@ -172,7 +190,16 @@ _mix_chosen.defvjp(_forward, _backward)
 
 
 def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Computes the experts that any of the tokens dtype[M,D] chose, one after the other."""
+    """Computes the experts that any of the tokens dtype[M,D] chose, one after the other.
+
+    Args:
+      experts: the maps.
+      x: dtype[M,D], tokens.
+      weights: dtype[M,X], zero for experts that a token did not choose.
+
+    Returns:
+      dtype[M,D].
+    """
     is_chosen = (weights != 0).any(axis=0)
     order = jnp.argsort(~is_chosen, stable=True)
 
@@ -186,10 +213,10 @@ def mix_in_turn(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array
 
 def _groups(weight: Expert) -> tuple[jax.Array, int | jax.Array]:
     """Matrices dtype[X,...], and the number of the first that is meant."""
-    if not isinstance(weight, OfStack):
+    if not isinstance(weight, StackedWeight):
         return weight, 0
     L, X, *matrix = weight.stack.shape
-    return weight.stack.reshape(L * X, *matrix), weight.place * X
+    return weight.stack.reshape(L * X, *matrix), weight.layer * X
 
 
 def mix_sorted(
@@ -203,6 +230,16 @@ def mix_sorted(
 
     A token that chose fewer than ``num_chosen`` of these experts has rows of no group, which stand
     after all others. Of a stack the experts of all layers are groups, and those of others empty.
+
+    Args:
+      experts: the maps.
+      x: dtype[M,D], tokens.
+      weights: dtype[M,X], zero for experts that a token did not choose.
+      num_chosen: how many experts a token has.
+      ragged_dot: the product of groups of rows with a matrix each.
+
+    Returns:
+      dtype[M,D].
     """
     (gate, first), (up, _), (down, _) = map(_groups, experts)
     chosen, ids = jax.lax.top_k(weights, num_chosen)
@@ -218,7 +255,17 @@ def mix_sorted(
 
 
 def mix_copied(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
-    """Computes a copy of an expert for each token that chose it."""
+    """Computes a copy of an expert for each token that chose it.
+
+    Args:
+      experts: the maps.
+      x: dtype[M,D], tokens.
+      weights: dtype[M,X], zero for experts that a token did not choose.
+      num_chosen: how many experts a token has.
+
+    Returns:
+      dtype[M,D].
+    """
     chosen, ids = jax.lax.top_k(weights, num_chosen)
     gate, up, down = (w[ids] for w in experts)
     h = jax.nn.silu(jnp.einsum("md,mkdf->mkf", x, gate)) * jnp.einsum("md,mkdf->mkf", x, up)

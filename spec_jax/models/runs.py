@@ -1,9 +1,8 @@
-"""How a model's layers are run: one after the other, or those that repeat by one loop.
+"""Groups layers with equal structure, so that a repeated pattern compiles as one scan.
 
-A run is a tuple with the numbers of the layers that stand at each place of its period. Three delta
-nets and one attention, eight times, are ``(range(0, 32, 4), range(1, 32, 4), range(2, 32, 4),
-range(3, 32, 4))``: a loop of eight steps, each of which computes four layers. The layers of one
-range are alike, and their weights are stacked. A layer by itself is ``(range(i, i + 1),)``.
+A ``ScanGroup`` has the numbers of the layers at each place of the pattern: ``(range(0, 32, 4),
+range(1, 32, 4), range(2, 32, 4), range(3, 32, 4))`` scans 8 steps of 4 layers, whose weights are
+stacked range by range. A layer by itself is ``(range(i, i + 1),)``.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from collections.abc import Hashable, Sequence
 
 from spec_jax.models.families import AnyConfig, family_of, layer_kinds
 
-Run = tuple[range, ...]
+ScanGroup = tuple[range, ...]
 
 MAX_PERIOD = 16  # longer patterns are not looked for
 
 
 @functools.cache
-def runs_of(config: AnyConfig) -> tuple[Run, ...]:
-    """Returns the runs of a model's layers: of one layer each, unless ``config.scan_layers``."""
+def runs_of(config: AnyConfig) -> tuple[ScanGroup, ...]:
+    """Returns the groups of a model's layers: of one layer each, unless ``config.scan_layers``."""
     if not config.scan_layers:
         return tuple((range(i, i + 1),) for i in range(config.num_hidden_layers))
     tables = map(tuple, (table.items() for table in family_of(config).layer_tables(config)))
     return shortest_runs([*zip(layer_kinds(config), tables)])
 
 
-def shortest_runs(layers: Sequence[Hashable]) -> tuple[Run, ...]:
-    """Returns the runs that compile the fewest layers, of those the fewest, the longest first.
+def shortest_runs(layers: Sequence[Hashable]) -> tuple[ScanGroup, ...]:
+    """Returns the groups that compile the fewest layers, of those the fewest, the longest first.
 
     Args:
       layers: one value a layer, equal for layers that are alike.

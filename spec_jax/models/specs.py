@@ -38,7 +38,13 @@ class ParamSpec(NamedTuple):
 
 
 def norm_spec(size: int, hf: str, axis: str = "embed") -> ParamSpec:
-    """Returns the declaration of a norm's weight, whose external name is ``{hf}.weight``."""
+    """Returns the declaration of a norm's weight, whose external name is ``{hf}.weight``.
+
+    Args:
+      size: number of dimensions.
+      hf: the external name, without ``.weight``.
+      axis: the logical name of the dimension.
+    """
     return ParamSpec((size,), (axis,), f"{hf}.weight", init="ones")
 
 
@@ -119,6 +125,24 @@ def gated_specs(
     hf_name = f"{hf}.down_proj"
     linear_specs(table, f"{prefix}down", F, D, axes, hf_name, has_bias=has_bias, init=init)
     return table
+
+
+def layer_specs(
+    config: Any,
+    mixer: dict[str, ParamSpec],
+    feed: dict[str, ParamSpec],
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+) -> dict[str, ParamSpec]:
+    """Returns the weights of a layer of ``layers.pre_norm_layer``.
+
+    Args:
+      config: the model's shape.
+      mixer: the weights of attention, or of what stands in its place.
+      feed: those of the feed-forward part.
+      norms: the external names of their norms, without what all of a layer begin with.
+    """
+    first, second = (norm_spec(config.hidden_size, f"model.layers.{{i}}.{hf}") for hf in norms)
+    return {"attention_norm": first, **mixer, "mlp_norm": second, **feed}
 
 
 def mlp_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:

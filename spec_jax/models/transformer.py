@@ -16,7 +16,7 @@ from spec_jax.models.caches.groups import group_of, with_group
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, init_cache, layer_kinds, places_of
 from spec_jax.models.layers import Window, centred_norms, constrain_logits, embed_tokens, rms_norm
-from spec_jax.models.moe import EXPERTS, OfStack
+from spec_jax.models.moe import EXPERTS, StackedWeight
 from spec_jax.models.params import Params, init_params
 from spec_jax.models.runs import name_of, runs_of
 from spec_jax.sharding import constrain, pin_tpu_layout
@@ -138,7 +138,7 @@ def _scan(step, run, weights, x, cache, places, inner):
                 held = constrain(held, None, "batch")
             layer = jax.tree.map(pin_tpu_layout, sliced)
             whole = {name: pin_tpu_layout(w) for name, w in stacked.items() if is_whole(name)}
-            layer |= {name: OfStack(w, repeat) for name, w in whole.items()}
+            layer |= {name: StackedWeight(w, repeat) for name, w in whole.items()}
             x, cache = step(layers.start, layer, x, cache, place)
         return (x, cache, held), None
 
@@ -158,7 +158,13 @@ def unembed(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array:
-    """Returns the logits f32[B,T,V] of whole sequences i32[B,T], without a cache."""
+    """Returns the logits f32[B,T,V] of whole sequences i32[B,T], without a cache.
+
+    Args:
+      params: the weights.
+      tokens: i32[B,T].
+      config: the model's shape.
+    """
     return unembed(params, forward(params, tokens, config=config).hidden)
 
 

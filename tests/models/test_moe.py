@@ -70,7 +70,7 @@ def test_every_way_is_the_weighted_sum_of_each_tokens_experts(way, num_chosen, t
 def test_of_a_stack_the_experts_of_one_layer_are_computed(way):
     experts, x, weights = draw(2, fewer=[(1, 1), (2, 0)])
     layers = tuple(jnp.stack([w + 1, w, w - 1]) for w in map(jnp.asarray, experts))
-    of_layer = tuple(moe.OfStack(w, jnp.int32(1)) for w in layers)
+    of_layer = tuple(moe.StackedWeight(w, jnp.int32(1)) for w in layers)
     out = WAYS[way](of_layer, jnp.asarray(x), jnp.asarray(weights), 2)
     np.testing.assert_allclose(out, expected(experts, x, weights), rtol=0, atol=1e-5)
 
@@ -181,7 +181,7 @@ def test_on_a_mesh_each_device_computes_the_experts_that_it_holds_for_its_rows(n
 
     def mix_rows(experts, x, weights):
         if "stack" in name:
-            experts = [moe.OfStack(w, jnp.int32(1)) for w in experts]
+            experts = [moe.StackedWeight(w, jnp.int32(1)) for w in experts]
         return moe.mix_experts(dict(zip(moe.EXPERTS, experts)), x, weights, 5)
 
     run, args = on_mesh(on, mix_rows, spoiled, rows(x), rows(weights), rules=rules)

@@ -8,24 +8,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import (
-    check_fields,
-    check_ranges,
-    check_sizes,
-    check_supported,
-    is_integer,
-    shown,
-)
-from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.checks import check_sizes, check_supported, is_integer, shown
+from spec_jax.models.config import PartialRotary, RopeConfig
 from spec_jax.models.families.mamba2 import init_states, mixer, mixer_table, time_limits
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import attention, mlp, pre_norm_layer
-from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
+from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, mlp_specs, outer_specs
 from spec_jax.models.ssm import MixerConfig
-from spec_jax.show.summary import short_repr
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BambaConfig(PartialRotary):
     """The shape of a Bamba model. Field names are Hugging Face's."""
 
@@ -58,49 +50,27 @@ class BambaConfig(PartialRotary):
 
     has_qk_norm: ClassVar[bool] = False
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        def set_(name, value):
-            return object.__setattr__(self, name, value)
-
-        if self.mamba_d_head == "auto":
-            set_("mamba_d_head", None)
-        if self.num_key_value_heads is None:
-            set_("num_key_value_heads", self.num_attention_heads)
-        check_sizes(
-            self,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "mamba_n_heads",
-            "max_position_embeddings",
-        )
-        check_fields(self)
-        check_ranges(self, rms_norm_eps=EPS_RANGE)
         width = self.mamba_expand * self.hidden_size
         D = self.hidden_size
-        if self.mamba_d_head is None:
-            set_("mamba_d_head", width // self.mamba_n_heads)
-        check_sizes(self, "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-        set_("time_step_limit", time_limits(self.time_step_limit))
-        set_("eos_token_id", eos_tuple(self.eos_token_id))
+        N = self.num_attention_heads
+        others = {}
+        if self.num_key_value_heads is None:
+            others["num_key_value_heads"] = N
+        if self.mamba_d_head in (None, "auto"):
+            check_sizes(self, "mamba_n_heads")
+            others["mamba_d_head"] = width // self.mamba_n_heads
+        others["time_step_limit"] = time_limits(self.time_step_limit)
+        self.settle("num_key_value_heads", "mamba_d_head", **others)
         if self.mixer.width != width:
             raise ConfigError(
                 f"mamba_n_heads {self.mamba_n_heads} of {self.mamba_d_head} make "
                 f"{self.mixer.width}; mamba_expand {self.mamba_expand} of hidden_size {D} asks for "
                 f"{width}"
             )
-        N = self.num_attention_heads
-        G = self.num_key_value_heads
-        if D % N or N % G:
-            raise ConfigError(
-                f"num_attention_heads {N} must divide hidden_size {D} and be a multiple of "
-                f"num_key_value_heads {G}"
-            )
+        if D % N:
+            raise ConfigError(f"num_attention_heads {N} must divide hidden_size {D}")
+        self.settle_heads()
         self.check_rotary()
         L = self.num_hidden_layers
         layers = self.attn_layer_indices
@@ -111,7 +81,7 @@ class BambaConfig(PartialRotary):
                 f"attn_layer_indices is {stated}; expected some of the layers 0 to {L - 1}, and "
                 "not all of them"
             )
-        set_("attn_layer_indices", tuple(sorted(set(layers))))
+        object.__setattr__(self, "attn_layer_indices", tuple(sorted(set(layers))))
 
     @property
     def mixer(self) -> MixerConfig:
@@ -155,33 +125,19 @@ class BambaConfig(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = dataclasses.asdict(self)
-        del hf["rope"], hf["scan_layers"]
-        return hf | {
-            "rope_parameters": self.rope.to_hf()
-            | {"partial_rotary_factor": self.partial_rotary_factor},
-            "eos_token_id": eos_spelling(self.eos_token_id),
-            "hidden_act": "silu",
-            "attn_layer_indices": list(self.attn_layer_indices),
-            "time_step_limit": list(self.time_step_limit),
-            "model_type": "bamba",
-            "architectures": ["BambaForCausalLM"],
-        }
+        return self.as_hf("bamba", "BambaForCausalLM")
 
 
 def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
     prefix = "model.layers.{i}."
-
-    def norm(hf):
-        return norm_spec(config.hidden_size, f"{prefix}{hf}")
-
-    feed = {"mlp_norm": norm("pre_ff_layernorm"), **mlp_specs(config, f"{prefix}feed_forward.")}
-    first = {"attention_norm": norm("input_layernorm")}
-    kinds = {
-        True: first | attention_specs(config, f"{prefix}self_attn.") | feed,
-        False: first | mixer_table(config.mixer, f"{prefix}mamba.") | feed,
+    feed = mlp_specs(config, f"{prefix}feed_forward.")
+    mixers = {
+        True: attention_specs(config, f"{prefix}self_attn."),
+        False: mixer_table(config.mixer, f"{prefix}mamba."),
     }
+    norms = ("input_layernorm", "pre_ff_layernorm")
+    kinds = {kind: layer_specs(config, mixer, feed, norms) for kind, mixer in mixers.items()}
     return [kinds[config.is_attention(i)] for i in range(config.num_hidden_layers)]
 
 

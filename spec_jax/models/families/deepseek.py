@@ -21,22 +21,21 @@ from spec_jax.contracts import Cache
 from spec_jax.errors import ConfigError
 from spec_jax.models import layers
 from spec_jax.models.caches.latent import LatentCache
-from spec_jax.models.checks import (
-    check_fields,
-    check_ranges,
-    check_sizes,
-    check_stop_tokens,
-    check_supported,
-    shown,
-)
-from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
+from spec_jax.models.checks import check_sizes, check_stop_tokens, check_supported, shown
+from spec_jax.models.config import HubConfig, RopeConfig, from_fields
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import check_groups, experts_table, mix_experts, route_in_groups
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec, outer_specs
+from spec_jax.models.specs import (
+    ParamSpec,
+    gated_specs,
+    layer_specs,
+    linear_specs,
+    norm_spec,
+    outer_specs,
+)
 from spec_jax.sharding import constrain, repeat_heads
-from spec_jax.show.summary import short_repr
 
 _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
 # What transformers' classes assume for keys that a config.json with experts leaves out.
@@ -47,8 +46,8 @@ _OMITTED_LITE |= dict(routed_scaling_factor=1.8, first_k_dense_replace=1)
 _OMITTED_LITE |= dict(rms_norm_eps=1e-5, max_position_embeddings=202752)
 
 
-@dataclasses.dataclass(frozen=True)
-class DeepseekConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DeepseekConfig(HubConfig):
     """The shape of a DeepSeek-V3 model. Field names are Hugging Face's.
 
     The first ``first_k_dense_replace`` layers are dense; all of them if ``n_routed_experts`` is
@@ -87,36 +86,17 @@ class DeepseekConfig:
     num_key_value_heads: ClassVar[int] = 1  # of a cache: one latent serves all query heads
     products_per_slot: ClassVar[int] = 2  # scores and sums take the same numbers of it
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        check_sizes(
-            self,
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "max_position_embeddings",
-            *(["q_lora_rank"] if self.q_lora_rank is not None else []),
-        )
-        check_fields(self)
-        check_ranges(self, rms_norm_eps=EPS_RANGE)
+        groups = {n: 1 for n in ("n_group", "topk_group") if getattr(self, n) is None}
+        self.settle("q_lora_rank", may_be_0="first_k_dense_replace", **groups)
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs it even"
             )
-        for name in ("n_group", "topk_group"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, 1)
         if self.first_k_dense_replace < 0:
             raise ConfigError(
                 f"first_k_dense_replace is {self.first_k_dense_replace}; expected 0 or more layers"
             )
-        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
         check_stop_tokens(self.eos_token_id, self.vocab_size)
         if self.num_dense_layers:
             check_sizes(self, "intermediate_size")
@@ -200,39 +180,35 @@ class DeepseekConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = {n: x for n, x in dataclasses.asdict(self).items() if x is not None}
-        del hf["rope"], hf["scan_layers"]
+        hf = self.as_hf("deepseek_v3", "DeepseekV3ForCausalLM")
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
         router["n_shared_experts"] = self.n_shared_experts
         return {
-            **hf,
+            **{n: x for n, x in hf.items() if x is not None},
             **(router if self.is_sparse else {}),
             "first_k_dense_replace": self.num_dense_layers,
             "num_key_value_heads": self.num_attention_heads,  # of expanded keys
-            "q_lora_rank": self.q_lora_rank,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": eos_spelling(self.eos_token_id),
-            "rope_parameters": self.rope.to_hf(),
-            "model_type": "deepseek_v3",
-            "hidden_act": "silu",
-            "architectures": ["DeepseekV3ForCausalLM"],
+            **{n: hf[n] for n in ("q_lora_rank", "bos_token_id", "eos_token_id")},
         }
 
 
 def layer_tables(config: DeepseekConfig) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
     own = _attention_table(config)
-    hf = "model.layers.{i}.mlp"
     dense = config.num_dense_layers
-    sparse = config.num_hidden_layers - config.num_dense_layers
+    sparse = config.num_hidden_layers - dense
     tables = []
     if dense:
-        tables += [own | gated_specs("", hf, config.hidden_size, config.intermediate_size)] * dense
-    return tables + ([own | mlp_table(config)] * sparse if sparse else [])
+        hf = "model.layers.{i}.mlp"
+        feed = gated_specs("", hf, config.hidden_size, config.intermediate_size)
+        tables += [layer_specs(config, own, feed)] * dense
+    if sparse:
+        tables += [layer_specs(config, own, mlp_table(config))] * sparse
+    return tables
 
 
 def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
-    """The weights of attention, and both norms of its layer."""
+    """The weights of attention."""
     D = config.hidden_size
     N = config.num_attention_heads
     prefix = "model.layers.{i}."
@@ -245,7 +221,6 @@ def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
         hf = f"{prefix}self_attn.{hf}"
         linear_specs(table, name, d_in, d_out, axes, hf, has_bias=has_bias)
 
-    norm("attention_norm", D, "embed", "input_layernorm")
     rank = config.q_lora_rank
     bias = config.attention_bias
     if rank is None:
@@ -264,7 +239,6 @@ def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
         (N * width, rank), ("heads", "latent"), f"{prefix}self_attn.kv_b_proj.weight", is_map=True
     )
     project("o", N * config.v_head_dim, D, ("heads", "embed"), "o_proj", bias)
-    norm("mlp_norm", D, "embed", "post_attention_layernorm")
     return table
 
 
@@ -360,7 +334,16 @@ def _attend_latents(kv_b, q, latent, turned, cache, index, window, config):
 
 
 def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array:
-    """Applies the experts and the shared ones, with their norm and residual."""
+    """Applies the experts and the shared ones, with their norm and residual.
+
+    Args:
+      layer: the layer's weights.
+      x_BTD: dtype[B,T,D].
+      config: of the model.
+
+    Returns:
+      dtype[B,T,D].
+    """
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         logits = h.astype(jnp.float32) @ layer["router"].astype(jnp.float32)

@@ -6,25 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from spec_jax.errors import ConfigError
-from spec_jax.models.checks import (
-    check_fields,
-    check_ranges,
-    check_sizes,
-    check_stop_tokens,
-    check_supported,
-)
-from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.checks import check_ranges, check_stop_tokens, check_supported
+from spec_jax.models.config import PartialRotary, RopeConfig
 from spec_jax.models.families.deepseek import mlp as experts
 from spec_jax.models.families.deepseek import mlp_table, one_sparse_layer
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import attention, mlp, pre_norm_layer
 from spec_jax.models.moe import check_groups
-from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
-from spec_jax.show.summary import short_repr
+from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, mlp_specs, outer_specs
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Glm4MoeConfig(PartialRotary):
     """The shape of a GLM-4.5 model. Field names are Hugging Face's.
 
@@ -61,34 +53,12 @@ class Glm4MoeConfig(PartialRotary):
     has_output_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        def set_(name, value):
-            return object.__setattr__(self, name, value)
-
-        D = self.hidden_size
-        N = self.num_attention_heads
-        G = self.num_key_value_heads
-        names = {field.name for field in dataclasses.fields(self) if field.type == "int"}
-        check_sizes(self, *sorted(names - {"first_k_dense_replace"}))
-        if self.head_dim is None:
-            if D % N:
-                raise ConfigError(
-                    f"hidden_size {D} is not a multiple of num_attention_heads {N}, and head_dim "
-                    "is not given"
-                )
-            set_("head_dim", D // N)
-        check_sizes(self, "head_dim")
-        check_fields(self)
-        check_ranges(self, rms_norm_eps=EPS_RANGE, first_k_dense_replace=(0, 2**31))
-        if N % G:
-            raise ConfigError(
-                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
-            )
+        self.settle("head_dim", may_be_0="first_k_dense_replace")
+        check_ranges(self, first_k_dense_replace=(0, 2**31))
+        self.settle_heads()
         check_groups(self)
         self.check_rotary()
-        set_("eos_token_id", eos_tuple(self.eos_token_id))
         check_stop_tokens(self.eos_token_id, self.vocab_size)
 
     @property
@@ -112,30 +82,15 @@ class Glm4MoeConfig(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model, without modules."""
-        hf = dataclasses.asdict(self)
-        del hf["rope"], hf["scan_layers"]
-        part = {"partial_rotary_factor": self.partial_rotary_factor}
-        return hf | {
-            "rope_parameters": self.rope.to_hf() | part,
-            "eos_token_id": eos_spelling(self.eos_token_id),
-            "hidden_act": "silu",
-            "num_nextn_predict_layers": 0,
-            "model_type": "glm4_moe",
-            "architectures": ["Glm4MoeForCausalLM"],
-        }
+        return {**self.as_hf("glm4_moe", "Glm4MoeForCausalLM"), "num_nextn_predict_layers": 0}
 
 
 def layer_tables(config: Glm4MoeConfig) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
     prefix = "model.layers.{i}."
-    D = config.hidden_size
-    both = {
-        "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
-        **attention_specs(config, f"{prefix}self_attn."),
-        "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm"),
-    }
-    dense = both | mlp_specs(config, f"{prefix}mlp.")
-    sparse = both | mlp_table(config)
+    attends = attention_specs(config, f"{prefix}self_attn.")
+    dense = layer_specs(config, attends, mlp_specs(config, f"{prefix}mlp."))
+    sparse = layer_specs(config, attends, mlp_table(config))
     return [sparse if config.is_sparse(i) else dense for i in range(config.num_hidden_layers)]
 
 

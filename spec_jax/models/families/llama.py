@@ -5,19 +5,14 @@ from __future__ import annotations
 from spec_jax.models.config import ALIASES, MODEL_TYPES, ModelConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import attention, mlp, pre_norm_layer
-from spec_jax.models.specs import ParamSpec, attention_specs, mlp_specs, norm_spec, outer_specs
+from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, mlp_specs, outer_specs
 
 
 def layer_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """Returns the declared weights of one layer; all layers are alike."""
     prefix = "model.layers.{i}."
-    D = config.hidden_size
-    return {
-        "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
-        **attention_specs(config, f"{prefix}self_attn."),
-        "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm"),
-        **mlp_specs(config, f"{prefix}mlp."),
-    }
+    attends = attention_specs(config, f"{prefix}self_attn.")
+    return layer_specs(config, attends, mlp_specs(config, f"{prefix}mlp."))
 
 
 decoder_layer = pre_norm_layer(attention, mlp)

@@ -13,14 +13,13 @@ from jax.typing import DTypeLike
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
-from spec_jax.models.checks import check_fields, check_ranges, check_sizes, check_supported, shown
-from spec_jax.models.config import EPS_RANGE, RopeConfig, eos_spelling, eos_tuple, from_fields
+from spec_jax.models.checks import check_ranges, check_supported, shown
+from spec_jax.models.config import EPS_RANGE, HubConfig, RopeConfig, from_fields
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, check_one_document, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
 from spec_jax.models.ssm import Inputs, MixerConfig, convolve, latest_seen, read, read_chain, write
 from spec_jax.sharding import constrain
-from spec_jax.show.summary import short_repr
 
 
 def time_limits(value: Any) -> tuple[float, float]:
@@ -45,8 +44,8 @@ def time_limits(value: Any) -> tuple[float, float]:
     return low, high
 
 
-@dataclasses.dataclass(frozen=True)
-class Mamba2Config:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mamba2Config(HubConfig):
     """The shape of a Mamba-2 model. Field names are Hugging Face's."""
 
     vocab_size: int
@@ -74,14 +73,9 @@ class Mamba2Config:
     # A state never runs full; this only bounds the tokens that are kept as output.
     max_position_embeddings: ClassVar[int] = 1 << 20
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        check_sizes(self, "vocab_size", "hidden_size", "num_hidden_layers")
-        check_fields(self)
         check_ranges(self, layer_norm_epsilon=EPS_RANGE)
-        object.__setattr__(self, "time_step_limit", time_limits(self.time_step_limit))
-        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
+        self.settle(time_step_limit=time_limits(self.time_step_limit))
         if self.mixer.width != int(self.expand * self.hidden_size):
             raise ConfigError(
                 f"num_heads {self.num_heads} of head_dim {self.head_dim} make {self.mixer.width}; "
@@ -123,15 +117,7 @@ class Mamba2Config:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = dataclasses.asdict(self)
-        del hf["scan_layers"]
-        return hf | {
-            "eos_token_id": eos_spelling(self.eos_token_id),
-            "hidden_act": "silu",
-            "model_type": "mamba2",
-            "architectures": ["Mamba2ForCausalLM"],
-            "time_step_limit": list(self.time_step_limit),
-        }
+        return self.as_hf("mamba2", "Mamba2ForCausalLM")
 
 
 def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:

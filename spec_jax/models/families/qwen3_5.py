@@ -13,21 +13,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import (
-    check_fields,
-    check_ranges,
-    check_sizes,
-    check_stop_tokens,
-    check_supported,
-)
-from spec_jax.models.config import (
-    EPS_RANGE,
-    PartialRotary,
-    RopeConfig,
-    eos_spelling,
-    eos_tuple,
-    text_part,
-)
+from spec_jax.models.checks import check_sizes, check_stop_tokens, check_supported
+from spec_jax.models.config import PartialRotary, RopeConfig, text_part
 from spec_jax.models.families.qwen3_next import (
     centred,
     check_interval,
@@ -44,7 +31,6 @@ from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import mlp
 from spec_jax.models.specs import ParamSpec, mlp_specs, outer_specs
 from spec_jax.models.ssm import MixerConfig
-from spec_jax.show.summary import short_repr
 
 _SPARSE = (
     "num_experts",
@@ -55,7 +41,7 @@ _SPARSE = (
 _MROPE = ("mrope_section", "mrope_interleaved")  # of text all sections have the same position
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Qwen35Config(PartialRotary):
     """The shape of a Qwen3.5 language model. Field names are Hugging Face's.
 
@@ -93,31 +79,14 @@ class Qwen35Config(PartialRotary):
     has_zero_centred_norms: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = False
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        def set_(name, value):
-            return object.__setattr__(self, name, value)
-
-        feed = _SPARSE if self.num_experts is not None else ("intermediate_size",)
-        sizes = (f.name for f in dataclasses.fields(self) if f.type == "int")
-        check_sizes(self, *sizes, *feed)
-        check_fields(self)
-        check_ranges(self, rms_norm_eps=EPS_RANGE)
-        N = self.num_attention_heads
-        G = self.num_key_value_heads
-        if N % G:
-            raise ConfigError(
-                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
-            )
+        check_sizes(self, *(_SPARSE if self.is_sparse else ("intermediate_size",)))
+        self.settle()
+        self.settle_heads()
         check_linear(self)
-        if self.is_sparse and self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok is {self.num_experts_per_tok} of {self.num_experts} experts"
-            )
         self.check_rotary()
-        set_("layer_types", kinds_of_layers(self.layer_types, self.num_hidden_layers))
-        set_("eos_token_id", eos_tuple(self.eos_token_id))
+        kinds = kinds_of_layers(self.layer_types, self.num_hidden_layers)
+        object.__setattr__(self, "layer_types", kinds)
         check_stop_tokens(self.eos_token_id, self.vocab_size)
 
     @property
@@ -153,17 +122,8 @@ class Qwen35Config(PartialRotary):
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
         others = ("intermediate_size",) if self.is_sparse else _SPARSE
-        left_out = ("rope", "scan_layers", *others)
-        hf = {n: value for n, value in dataclasses.asdict(self).items() if n not in left_out}
-        part = {"partial_rotary_factor": self.partial_rotary_factor}
-        return hf | {
-            "rope_parameters": self.rope.to_hf() | part,
-            "layer_types": list(self.layer_types),
-            "eos_token_id": eos_spelling(self.eos_token_id),
-            "hidden_act": "silu",
-            "model_type": "qwen3_5_moe_text" if self.is_sparse else "qwen3_5_text",
-            "architectures": [f"Qwen3_5{'Moe' * self.is_sparse}ForCausalLM"],
-        }
+        architecture = f"Qwen3_5{'Moe' * self.is_sparse}ForCausalLM"
+        return self.as_hf(f"qwen3_5{'_moe' * self.is_sparse}_text", architecture, *others)
 
 
 def layer_tables(config: Qwen35Config) -> list[dict[str, ParamSpec]]:

@@ -6,19 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-
-from spec_jax.errors import ConfigError
 from spec_jax.models.checks import check_sizes, check_supported
 from spec_jax.models.config import ModelConfig
+from spec_jax.models.families.qwen3_next import mlp, mlp_table
 from spec_jax.models.families.registry import Family, register
-from spec_jax.models.layers import attention, linear, pre_norm_layer, rms_norm
-from spec_jax.models.moe import experts_table, mix_experts, route
-from spec_jax.models.specs import ParamSpec, attention_specs, norm_spec, outer_specs
+from spec_jax.models.layers import attention, pre_norm_layer
+from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, outer_specs
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Qwen3MoeConfig(ModelConfig):
     """The shape of a Qwen3-MoE model. ``intermediate_size`` is stated in files and not used."""
 
@@ -35,12 +31,8 @@ class Qwen3MoeConfig(ModelConfig):
     has_qk_norm: ClassVar[bool] = True
 
     def __post_init__(self):
-        super().__post_init__()
         check_sizes(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok is {self.num_experts_per_tok} of {self.num_experts} experts"
-            )
+        super().__post_init__()
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3MoeConfig:
@@ -55,29 +47,8 @@ class Qwen3MoeConfig(ModelConfig):
 
 def layer_table(config: Qwen3MoeConfig) -> dict[str, ParamSpec]:
     """Returns the declared weights of one layer; all layers are alike."""
-    prefix = "model.layers.{i}."
-    D = config.hidden_size
-    X = config.num_experts
-    router = ParamSpec((D, X), ("embed", "experts"), f"{prefix}mlp.gate.weight", is_linear=True)
-    return {
-        "attention_norm": norm_spec(D, f"{prefix}input_layernorm"),
-        **attention_specs(config, f"{prefix}self_attn."),
-        "mlp_norm": norm_spec(D, f"{prefix}post_attention_layernorm"),
-        "router": router,
-        **experts_table(f"{prefix}mlp.experts", X, D, config.moe_intermediate_size),
-    }
-
-
-def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Qwen3MoeConfig) -> jax.Array:
-    """Applies the experts, with their norm and residual."""
-    with jax.named_scope("mlp"):
-        h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
-        weights = route(
-            linear(h, layer, "router").astype(jnp.float32),
-            num_chosen=config.num_experts_per_tok,
-            is_normalised=config.norm_topk_prob,
-        )
-        return x_BTD + mix_experts(layer, h, weights, config.num_experts_per_tok)
+    attends = attention_specs(config, "model.layers.{i}.self_attn.")
+    return layer_specs(config, attends, mlp_table(config))
 
 
 register(

@@ -14,25 +14,24 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import (
-    check_fields,
-    check_ranges,
-    check_sizes,
-    check_stop_tokens,
-    check_supported,
-    shown,
-)
-from spec_jax.models.config import EPS_RANGE, PartialRotary, RopeConfig, eos_spelling, eos_tuple
+from spec_jax.models.checks import check_sizes, check_stop_tokens, check_supported, shown
+from spec_jax.models.config import PartialRotary, RopeConfig
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, mix_experts, route
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, gated_specs, linear_specs, norm_spec, outer_specs
+from spec_jax.models.specs import (
+    ParamSpec,
+    gated_specs,
+    layer_specs,
+    linear_specs,
+    norm_spec,
+    outer_specs,
+)
 from spec_jax.models.ssm import MixerConfig
 from spec_jax.sharding import repeat_heads
-from spec_jax.show.summary import short_repr
 
 # the words of ``layer_types``
 LINEAR = "linear_attention"
@@ -69,6 +68,11 @@ def check_interval(hf: Mapping[str, Any]) -> None:
 def kinds_of_layers(stated: Any, num_layers: int, has_states: bool = True) -> tuple[str, ...]:
     """Returns the kind of each layer; unless stated, each fourth attends.
 
+    Args:
+      stated: ``layer_types`` of a config.json, or () where it is absent.
+      num_layers: L.
+      has_states: whether any layer may be a delta net.
+
     Raises:
       ConfigError: it is stated wrongly.
     """
@@ -97,7 +101,7 @@ def mixer_of(config: Any) -> MixerConfig:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Qwen3NextConfig(PartialRotary):
     """The shape of a Qwen3-Next model. Field names are Hugging Face's.
 
@@ -133,27 +137,14 @@ class Qwen3NextConfig(PartialRotary):
 
     has_zero_centred_norms: ClassVar[bool] = True
 
-    __repr__ = short_repr()
-
     def __post_init__(self):
-        check_sizes(self, *(f.name for f in dataclasses.fields(self) if f.type == "int"))
-        check_fields(self)
-        check_ranges(self, rms_norm_eps=EPS_RANGE)
-        N = self.num_attention_heads
-        G = self.num_key_value_heads
-        X = self.num_experts
-        if N % G:
-            raise ConfigError(
-                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
-            )
-        if self.num_experts_per_tok > X:
-            raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
+        self.settle()
+        self.settle_heads()
         self.check_rotary()
         if self.has_states:
             check_linear(self)
         kinds = kinds_of_layers(self.layer_types, self.num_hidden_layers, self.has_states)
         object.__setattr__(self, "layer_types", kinds)
-        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
         check_stop_tokens(self.eos_token_id, self.vocab_size)
 
     @property
@@ -179,49 +170,29 @@ class Qwen3NextConfig(PartialRotary):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the keys of config.json that ``from_hf`` and transformers read."""
-        left_out = ("rope", "scan_layers", *(() if self.has_states else _LINEAR))
-        hf = {n: value for n, value in dataclasses.asdict(self).items() if n not in left_out}
-        part = {"partial_rotary_factor": self.partial_rotary_factor}
-        return hf | {
-            "rope_parameters": self.rope.to_hf() | part,
-            "layer_types": list(self.layer_types),
-            "eos_token_id": eos_spelling(self.eos_token_id),
-            "model_type": "qwen3_next",
-            "hidden_act": "silu",
-            "architectures": ["Qwen3NextForCausalLM"],
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        left_out = () if self.has_states else _LINEAR
+        hf = self.as_hf("qwen3_next", "Qwen3NextForCausalLM", *left_out)
+        return hf | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def attention_table(config: Any) -> dict[str, ParamSpec]:
-    """Returns the weights of ``attention``, and both norms of its layer.
-
-    ``q`` makes each head's query, then its gate.
-    """
+    """Returns the weights of ``attention``; ``q`` makes each head's query, then its gate."""
     D = config.hidden_size
     H = config.head_dim
     NH = config.num_attention_heads * H
     GH = config.num_key_value_heads * H
-    prefix = "model.layers.{i}."
+    prefix = "model.layers.{i}.self_attn."
     table: dict[str, ParamSpec] = {}
-
-    def norm(name, size, axis, hf):
-        table[name] = norm_spec(size, f"{prefix}{hf}", axis)
-
-    def project(name, d_in, d_out, axes):
-        hf = f"{prefix}self_attn.{name}_proj"
+    for name, d_in, d_out, axes in (
+        ("q", D, 2 * NH, ("embed", "heads")),
+        ("k", D, GH, ("embed", "kv_heads")),
+        ("v", D, GH, ("embed", "kv_heads")),
+        ("o", NH, D, ("heads", "embed")),
+    ):
+        hf = f"{prefix}{name}_proj"
         linear_specs(table, name, d_in, d_out, axes, hf, has_bias=config.attention_bias)
-
-    norm("attention_norm", D, "embed", "input_layernorm")
-    project("q", D, 2 * NH, ("embed", "heads"))
-    project("k", D, GH, ("embed", "kv_heads"))
-    project("v", D, GH, ("embed", "kv_heads"))
-    project("o", NH, D, ("heads", "embed"))
-    norm("q_norm", H, "head_dim", "self_attn.q_norm")
-    norm("k_norm", H, "head_dim", "self_attn.k_norm")
-    norm("mlp_norm", D, "embed", "post_attention_layernorm")
-    return table
+    norms = {name: norm_spec(H, f"{prefix}{name}", "head_dim") for name in ("q_norm", "k_norm")}
+    return table | norms
 
 
 def layer_tables(config: Qwen3NextConfig) -> list[dict[str, ParamSpec]]:
@@ -249,19 +220,11 @@ def tables_by_kind(
       feed: the weights of every layer's feed-forward part, without its norm.
       is_by_key_head: see ``delta.delta_table``.
     """
-    prefix = "model.layers.{i}."
-
-    def norm(hf):
-        return norm_spec(config.hidden_size, f"{prefix}{hf}")
-
-    kinds = {FULL: attention_table(config) | feed}
+    mixers = {FULL: attention_table(config)}
     if LINEAR in config.layer_types:
-        kinds[LINEAR] = {
-            "attention_norm": norm("input_layernorm"),
-            **delta_table(config.mixer, f"{prefix}linear_attn.", is_by_key_head=is_by_key_head),
-            "mlp_norm": norm("post_attention_layernorm"),
-            **feed,
-        }
+        prefix = "model.layers.{i}.linear_attn."
+        mixers[LINEAR] = delta_table(config.mixer, prefix, is_by_key_head=is_by_key_head)
+    kinds = {kind: layer_specs(config, mixer, feed) for kind, mixer in mixers.items()}
     return [kinds[kind] for kind in config.layer_types]
 
 
@@ -270,14 +233,18 @@ def mlp_table(config: Any) -> dict[str, ParamSpec]:
     D = config.hidden_size
     X = config.num_experts
     hf = "model.layers.{i}.mlp"
-    return {
-        "router": ParamSpec((D, X), ("embed", "experts"), f"{hf}.gate.weight", is_linear=True),
-        "shared_scale": ParamSpec(
-            (D, 1), ("embed", "one"), f"{hf}.shared_expert_gate.weight", is_linear=True
-        ),
-        **experts_table(f"{hf}.experts", X, D, config.moe_intermediate_size),
-        **gated_specs("shared_", f"{hf}.shared_expert", D, config.shared_expert_intermediate_size),
-    }
+
+    def vector(size, axis, name):
+        axes = ("embed", axis)
+        return ParamSpec((D, size), axes, f"{hf}.{name}.weight", is_linear=True)
+
+    table = {"router": vector(X, "experts", "gate")}
+    width = getattr(config, "shared_expert_intermediate_size", None)
+    if width is not None:
+        table["shared_scale"] = vector(1, "one", "shared_expert_gate")
+    table |= experts_table(f"{hf}.experts", X, D, config.moe_intermediate_size)
+    shared = {} if width is None else gated_specs("shared_", f"{hf}.shared_expert", D, width)
+    return table | shared
 
 
 def attention(
@@ -312,7 +279,16 @@ def attention(
 
 
 def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array:
-    """Applies the experts and the gated shared expert, with their norm and residual."""
+    """Applies the experts and the gated shared expert, if any, with their norm and residual.
+
+    Args:
+      layer: the layer's weights.
+      x_BTD: dtype[B,T,D].
+      config: of the model.
+
+    Returns:
+      dtype[B,T,D].
+    """
     with jax.named_scope("mlp"):
         h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
         weights = route(
@@ -320,8 +296,10 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array
             num_chosen=config.num_experts_per_tok,
             is_normalised=config.norm_topk_prob,
         )
-        shared = jax.nn.sigmoid(linear(h, layer, "shared_scale")) * gated(layer, h, "shared_")
-        return x_BTD + mix_experts(layer, h, weights, config.num_experts_per_tok) + shared
+        if "shared_scale" in layer:
+            shared = jax.nn.sigmoid(linear(h, layer, "shared_scale")) * gated(layer, h, "shared_")
+        mixed = x_BTD + mix_experts(layer, h, weights, config.num_experts_per_tok)
+        return mixed + shared if "shared_scale" in layer else mixed
 
 
 def _mix(layer, h_BTD, cache, index, window, config):

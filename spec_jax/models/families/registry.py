@@ -172,7 +172,14 @@ def places_of(kinds: Sequence[LayerKind]) -> list[tuple[int, int]]:
 
 
 def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32) -> Any:
-    """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``."""
+    """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``.
+
+    Args:
+      config: of the model.
+      batch: B.
+      slots: S.
+      dtype: of keys and values.
+    """
     counts = collections.Counter(kind.init_cache for kind in layer_kinds(config))
     caches = [init(config, batch, slots, dtype, count) for init, count in counts.items()]
     return caches[0] if len(caches) == 1 else GroupedCache(tuple(caches))
