@@ -155,8 +155,6 @@ class Drafting:
         pass, of the config of a draft model or a head; read it by ``round_passes``. None: none for
         a kind that needs no draft, and ``recycled_passes`` for one whose head has ``functions``;
         others have to say them.
-      pass_width: ``(num_draft, tree) -> int``, the tokens a row that weights are laid out for;
-        None: those of the widest pass.
       history: ``(config) -> suffix.History``, what keeps the past outputs that are the drafter's
         parameters; None: it reads none.
     """
@@ -164,7 +162,6 @@ class Drafting:
     draft: str = "head"
     drafter: Callable[..., Drafter] | None = None
     passes: Callable[..., Sequence[DraftPass]] | None = None
-    pass_width: Callable[[int, AnyTree | None], int] | None = None
     history: Callable[[Any], Any] | None = None
 
     def round_passes(
@@ -176,9 +173,7 @@ class Drafting:
         return () if self.draft == "none" else recycled_passes(config, num_draft, tree)
 
     def width(self, config: Any, num_draft: int, tree: AnyTree | None) -> int:
-        """Returns the tokens a row that weights are laid out for, see ``pass_width``."""
-        if self.pass_width is not None:
-            return self.pass_width(num_draft, tree)
+        """Returns the tokens a row that weights are laid out for: those of the widest pass."""
         return max((one.width for one in self.round_passes(config, num_draft, tree)), default=1)
 
 

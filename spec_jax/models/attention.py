@@ -234,7 +234,7 @@ def attend_filled(
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     axes = P("layers", "batch", "kv_heads", "slots", "head_dim")[-keys.ndim :]
     axes = P() if keys.ndim == 3 else P(*axes)
-    # A part for each device; ``is_seen`` may be None, which has no axes.
+    # Runs on each device; a mask of None needs no PartitionSpec.
     first = jnp.asarray(window.first, jnp.int32)
     parts = (window.start, jnp.int32(window.offset), window.is_seen, first)
     in_axes = (P("batch"), P(), P("batch"), P("batch") if first.ndim else P())
@@ -333,8 +333,8 @@ def causal_attention(
     """
     T = q_BTNH.shape[1]
     if T <= (block or block_size(T)):
-        mask = jnp.tril(jnp.ones((1, T, T), bool))
-        mask = mask if begins is None else mask & (jnp.arange(T) >= begins[:, :, None])
+        first = 0 if begins is None else begins
+        mask = sees(jnp.arange(T), jnp.zeros(1, jnp.int32), T, first=first)
         return attend(q_BTNH, k_BGTH, v_BGTH, mask, scale=scale)
 
     def by_parts(q_BTNH, k, v):
@@ -367,6 +367,14 @@ def by_splash(
     """``causal_attention`` by jax's kernel for TPUs, which has a gradient of its own.
 
     Queries are scaled before the products, and rounded to their own dtype.
+
+    Args:
+      q_BTNH: dtype[B,T,N,H], queries.
+      k_BGTH: dtype[B,G,T,H], keys.
+      v_BGTH: dtype[B,G,T,H], values, as wide as the keys.
+      scale: multiplies the scores; by default 1/sqrt(H).
+      begins: see ``causal_attention``.
+      is_interpreted: runs on any platform, slowly.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # takes long to import
 

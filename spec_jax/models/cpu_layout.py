@@ -5,12 +5,12 @@ which
 
 * a tied output head is an array of its own, since a CPU takes twice the time for a product with
   the transposed embedding;
-* maps of one input stand side by side in one matrix (``Joined``): fewer products, each of them
-  large enough for several cores;
 * matrices are cut into panels of columns (``InPanels``). A CPU multiplies a few rows by
   ``[in, out]`` in tiles some columns wide, and so walks down the matrix at a stride of a whole
   row. A panel as wide as a tile is read in order. The price is a copy of the rows for each panel,
-  rows / width of the matrix's own size.
+  rows / width of the matrix's own size;
+* maps of one input stand side by side in one matrix: fewer products, each of them large enough for
+  several cores.
 
 ``TABLE`` says where panels pay and how wide they are; docs/measurements.md has the times that
 decided. ``matmul`` takes a matrix in either form.
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+import numpy as np
 
 JOINED = (("q", "k", "v"), ("gate", "up"))  # maps that read the same input
 EMBEDDINGS = ("embed",)  # of a model: matrices of which tokens take rows
@@ -36,17 +36,14 @@ class Panels(NamedTuple):
     """How matrices of a kind are laid out for passes over few tokens.
 
     Attributes:
-      since: the first jax version that this holds for.
       dtype: of the weights.
       rows: the least and the most tokens of a pass.
       is_large: whether this is about matrices of more than ``LARGE`` elements, or about others.
       widths: columns of a panel; the first that divides the matrix counts, and 0 stands for one
-        panel of all columns. A matrix that none divides stays whole. Without any, maps of one
-        input stay apart, too.
+        panel of all columns. A matrix that none divides stays whole.
       min_rows: rows that the product of one token is padded to.
     """
 
-    since: tuple[int, int]
     dtype: str
     rows: tuple[int, int]
     is_large: bool
@@ -55,74 +52,37 @@ class Panels(NamedTuple):
 
 
 LARGE = 1 << 19  # elements; a larger matrix is read from memory, others from a cache
-# The first line that fits counts; without one, matrices stay whole and apart. What each line was
-# measured to gain is in docs/measurements.md.
+# Without a line that fits, matrices stay whole and apart, as with older versions of jax.
 TABLE = (
-    Panels((0, 12), "float32", (1, 1), False, (32, 16)),
-    Panels((0, 12), "float32", (2, 32), False, (64, 32, 16)),
-    Panels((0, 12), "float32", (1, 32), True, (64, 32, 16), min_rows=2),
-    Panels((0, 12), "bfloat16", (1, 1), False, (32, 16)),
-    Panels((0, 12), "bfloat16", (2, 64), False, (0,)),
-    Panels((0, 12), "bfloat16", (1, 32), True, (64, 32, 16), min_rows=2),
-    Panels((0, 0), "float32", (1, 16), False, (32, 16)),
+    Panels("float32", (1, 1), False, (32, 16)),
+    Panels("float32", (2, 8), False, (64, 32, 16)),
+    Panels("float32", (1, 32), True, (64, 32, 16), min_rows=2),
+    Panels("bfloat16", (1, 1), False, (32, 16)),
+    Panels("bfloat16", (2, 8), False, (0,)),
+    Panels("bfloat16", (1, 8), True, (64, 32, 16), min_rows=2),
 )
-MAX_ROWS = max(line.rows[1] for line in TABLE)
-
-
-def find(
-    num_rows: int, size: int, dtype: DTypeLike, table: Sequence[Panels] = TABLE
-) -> Panels | None:
-    """Returns the line of a table for a product of ``num_rows`` tokens, if there is one.
-
-    Args:
-      num_rows: tokens of the pass, all rows of the batch together.
-      size: elements of the matrix.
-      dtype: of the matrix.
-      table: lines, of which the first that fits counts.
-    """
-    kind = (jnp.dtype(dtype).name, size > LARGE)
-
-    def fits(line):
-        return line.rows[0] <= num_rows <= line.rows[1]
-
-    def of_version(line):
-        return jax.__version_info__[:2] >= line.since
-
-    lines = (line for line in table if (line.dtype, line.is_large) == kind)
-    return next((line for line in lines if fits(line) and of_version(line)), None)
+TABLE = TABLE if jax.__version_info__ >= (0, 12) else ()
+MAX_ROWS = max((line.rows[1] for line in TABLE), default=0)
 
 
 @flax.struct.dataclass
 class InPanels:
-    """A matrix dtype[in,out] in panels of its columns.
+    """A matrix dtype[in,out] in panels of its columns, or several maps of one input side by side.
 
     Attributes:
       w: the panels.
       min_rows: rows that the product of one token is padded to.
+      columns: those of each map, by its name; empty for one map.
     """
 
     w: jax.Array  # dtype[P,in,out/P]
     min_rows: int = flax.struct.field(pytree_node=False, default=1)
+    columns: tuple[tuple[str, int, int], ...] = flax.struct.field(pytree_node=False, default=())
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of the matrix."""
         return self.w.dtype
-
-
-@flax.struct.dataclass
-class Joined:
-    """Linear maps of one input, side by side in one matrix."""
-
-    w: jax.Array | InPanels  # dtype[in,sum of widths]
-    names: tuple[str, ...] = flax.struct.field(pytree_node=False)
-    widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
-
-    def columns(self, name: str) -> slice:
-        """Returns the columns of the map of this name."""
-        i = self.names.index(name)
-        begin = sum(self.widths[:i])
-        return slice(begin, begin + self.widths[i])
 
 
 class CpuLayout:
@@ -197,82 +157,70 @@ def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_panels(
-    params: dict[str, Any],
-    num_rows: int,
-    table: Sequence[Panels] = TABLE,
-    embeddings: Collection[str] = EMBEDDINGS,
+    params: dict[str, Any], num_rows: int, embeddings: Collection[str] = EMBEDDINGS
 ) -> dict[str, Any]:
     """Returns the same weights with maps of one input joined, and matrices in panels.
 
     Embeddings and stacked layers (see ``runs.name_of``) stay as they are, and so does what no line
-    of the table is about and what is in panels already.
+    of ``TABLE`` is about and what is in panels already.
 
     Args:
       params: nested dict of weights.
       num_rows: tokens of the passes that they are for.
-      table: what is laid out, and how.
       embeddings: the names of those.
     """
-
-    def panels(name, w):
-        if name in embeddings or ":" in name:
-            return w
-        if isinstance(w, dict):
-            return in_panels(w, num_rows, table, embeddings)
-        if isinstance(w, Joined):
-            return w.replace(w=to_panels(w.w, num_rows, table))
-        return to_panels(w, num_rows, table) if getattr(w, "ndim", None) == 2 else w
-
-    return {name: panels(name, w) for name, w in join(params, num_rows, table).items()}
-
-
-def join(params: dict[str, Any], num_rows: int, table: Sequence[Panels] = TABLE) -> dict[str, Any]:
-    """Returns a layer's weights with the maps of ``JOINED`` side by side, if panels pay."""
+    laid_out = {}
+    for name, w in params.items():
+        if isinstance(w, dict) and ":" not in name:
+            w = in_panels(w, num_rows, embeddings)
+        elif name not in embeddings and getattr(w, "ndim", None) == 2:
+            w = to_panels([w], num_rows) or w
+        laid_out[name] = w
     for names in JOINED:
         ws = [params.get(name) for name in names]
-        if not all(getattr(w, "ndim", None) == 2 for w in ws):
-            continue
-        size = sum(w.size for w in ws)
-        is_alike = len({(w.shape[0], w.dtype) for w in ws}) == 1
-        line = find(num_rows, size, ws[0].dtype, table) if is_alike else None
-        if line is not None and line.widths:
-            joined = Joined(jnp.concatenate(ws, axis=1), names, tuple(w.shape[1] for w in ws))
-            params = {name: w for name, w in params.items() if name not in names}
-            params["+".join(names)] = joined
-    return params
+        is_alike = all(getattr(w, "ndim", None) == 2 for w in ws)
+        is_alike = is_alike and len({(w.shape[0], w.dtype) for w in ws}) == 1
+        joined = to_panels(ws, num_rows) if is_alike else None
+        if joined is not None:
+            ends = np.cumsum([w.shape[1] for w in ws]).tolist()
+            columns = tuple(zip(names, [0, *ends], ends))
+            laid_out = {name: w for name, w in laid_out.items() if name not in names}
+            laid_out["+".join(names)] = joined.replace(columns=columns)
+    return laid_out
 
 
-def weight(params: dict[str, Any], name: str) -> jax.Array:
-    """Returns the weight of this name, whichever layout it is in."""
+def find(params: dict[str, Any], name: str) -> tuple[Any, slice | None]:
+    """Returns what holds the map of this name, and its columns there if it is one of several."""
     if name in params:
-        return from_panels(params[name])
-    joined = find_joined(params, name)
-    return from_panels(joined.w)[:, joined.columns(name)]
+        return params[name], None
+    for w in params.values():
+        for other, begin, end in w.columns if isinstance(w, InPanels) else ():
+            if other == name:
+                return w, slice(begin, end)
+    raise KeyError(name)
 
 
-def find_joined(params: dict[str, Any], name: str) -> Joined:
-    """Returns the joined maps that contain the one of this name."""
-    return next(w for w in params.values() if isinstance(w, Joined) and name in w.names)
+def to_panels(matrices: Sequence[jax.Array], num_rows: int) -> InPanels | None:
+    """Returns matrices dtype[in,out] side by side, in panels; None if these gain nothing.
 
-
-def to_panels(
-    w: jax.Array | InPanels, num_rows: int, table: Sequence[Panels] = TABLE
-) -> jax.Array | InPanels:
-    """Returns a matrix dtype[in,out] in panels, or as it is if they gain nothing."""
-    if isinstance(w, InPanels):
-        return w
-    line = find(num_rows, w.size, w.dtype, table)
-    size = w.shape[1]
-    widths = (n or size for n in (() if line is None else line.widths))
-    width = next((n for n in widths if size % n == 0), None)
-    if width is None:
-        return w
-    panels = jnp.array(w.reshape(w.shape[0], -1, width).transpose(1, 0, 2))
-    return InPanels(panels, line.min_rows)
+    Args:
+      matrices: all with as many rows and of one dtype.
+      num_rows: tokens of the passes that they are for.
+    """
+    kind = (matrices[0].dtype.name, sum(w.size for w in matrices) > LARGE)
+    total = sum(w.shape[1] for w in matrices)
+    for line in TABLE:
+        if (line.dtype, line.is_large) == kind and line.rows[0] <= num_rows <= line.rows[1]:
+            width = next((n or total for n in line.widths if total % (n or total) == 0), None)
+            if width is not None:
+                whole = jnp.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
+                panels = whole.reshape(whole.shape[0], -1, width).transpose(1, 0, 2)
+                return InPanels(jnp.array(panels), line.min_rows)
+    return None
 
 
 def from_panels(w: jax.Array | InPanels) -> jax.Array:
-    """Returns the matrix dtype[in,out] of what ``to_panels`` returned."""
+    """Returns the matrix dtype[in,out], whichever layout it is in."""
     if not isinstance(w, InPanels):
         return w
     return w.w.transpose(1, 0, 2).reshape(w.w.shape[1], -1)

@@ -13,7 +13,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.attention import attend, causal_attention
 from spec_jax.models.caches.kv import UNROLLED_ROWS
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.cpu_layout import find_joined, matmul
+from spec_jax.models.cpu_layout import find, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
 from spec_jax.sharding import constrain, gather_width, repeat_heads, shard_map_rows
 
@@ -156,6 +156,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Divides by the root mean square over the last axis, in float32, and multiplies by a weight.
 
     Source: arXiv 1910.07467, equation 4.
+
+    Args:
+      x: dtype[...,D].
+      weight: dtype[D], or a number.
+      eps: is added to the mean of the squares.
+
+    Returns:
+      dtype[...,D].
     """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -171,12 +179,18 @@ def linear(x: jax.Array, layer: dict[str, jax.Array], name: str) -> jax.Array:
     """Applies the linear map of this name, and its bias if there is one.
 
     Of joined maps the whole product is computed, which XLA does once for all that ask for it.
+
+    Args:
+      x: dtype[...,in].
+      layer: the layer's weights.
+      name: of the map.
+
+    Returns:
+      dtype[...,out].
     """
-    if name in layer:
-        y = matmul(x, layer[name])
-    else:
-        joined = find_joined(layer, name)
-        y = matmul(x, joined.w)[..., joined.columns(name)]
+    w, columns = find(layer, name)
+    y = matmul(x, w)
+    y = y if columns is None else y[..., columns]
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
@@ -273,13 +287,31 @@ def attend_window(
 
 
 def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-    """Applies the gated feed-forward part, with its norm and residual."""
+    """Applies the gated feed-forward part, with its norm and residual.
+
+    Args:
+      layer: the layer's weights.
+      x_BTD: dtype[B,T,D].
+      config: of the model.
+
+    Returns:
+      dtype[B,T,D].
+    """
     with jax.named_scope("mlp"):
         return x_BTD + gated(layer, rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps))
 
 
 def gated(layer: dict[str, jax.Array], x_BTD: jax.Array, prefix: str = "") -> jax.Array:
-    """Applies the gated maps of ``mlp``, or those of a prefix, without its norm and residual."""
+    """Applies the gated maps of ``mlp``, or those of a prefix, without its norm and residual.
+
+    Args:
+      layer: the layer's weights.
+      x_BTD: dtype[B,T,D], normalised inputs.
+      prefix: of the maps' names.
+
+    Returns:
+      dtype[B,T,D].
+    """
     h = jax.nn.silu(linear(x_BTD, layer, f"{prefix}gate")) * linear(x_BTD, layer, f"{prefix}up")
     return linear(h, layer, f"{prefix}down")
 

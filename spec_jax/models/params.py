@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from spec_jax.errors import WeightsError
-from spec_jax.models.cpu_layout import weight
+from spec_jax.models.cpu_layout import find, from_panels
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.runs import name_of, runs_of, stacks_of
 from spec_jax.models.specs import ParamSpec
@@ -127,7 +127,13 @@ def assemble(
 
 
 def layer_weights(config: AnyConfig, params: Params, layer: int) -> dict[str, Any]:
-    """Returns the weights of one layer by name, whether they are stacked or separate."""
+    """Returns the weights of one layer by name, whether they are stacked or separate.
+
+    Args:
+      config: the model's shape.
+      params: the model's weights.
+      layer: the number of the layer.
+    """
     layers, place = stacks_of(config)[layer]
     weights = params["layers"][name_of(layers)]
     return weights if len(layers) == 1 else jax.tree.map(lambda w: w[place], weights)
@@ -226,11 +232,10 @@ def walk(config: AnyConfig, params: Params) -> Iterator[tuple[ParamSpec, int | N
     Arrays have the shape of their declaration, even if the parameters are laid out in panels.
     """
     for name, spec, i in declared(config):
-        if i is None:
-            yield spec, i, weight(params, name)
-            continue
-        layers, place = stacks_of(config)[i]
-        array = weight(params["layers"][name_of(layers)], name)
+        layers, place = (range(1), 0) if i is None else stacks_of(config)[i]
+        held, columns = find(params if i is None else params["layers"][name_of(layers)], name)
+        array = from_panels(held)
+        array = array if columns is None else array[:, columns]
         yield spec, i, array if len(layers) == 1 else array[place]
 
 

@@ -251,5 +251,11 @@ def scan_chunks(step: Callable[..., Any], state_BNHZ: jax.Array, arrays: Any) ->
 
 
 def latest_seen(width: int, num_tokens: int, offset: int | jax.Array) -> jax.Array:
-    """Returns bool[1,T,W], what the latest T tokens of a chain see of a window of ``width``."""
+    """Returns bool[1,T,W], what the latest T tokens of a chain see of a window of ``width``.
+
+    Args:
+      width: W, of the window.
+      num_tokens: T.
+      offset: place of the first of the T tokens in the window.
+    """
     return jnp.arange(width) <= (offset + jnp.arange(num_tokens))[None, :, None]

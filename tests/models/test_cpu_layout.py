@@ -18,7 +18,7 @@ from spec_jax.models.layers import linear
 from spec_jax.planning import hlo
 
 DTYPES = ("float32", "bfloat16")
-ROWS = (*range(1, 18), 32, 33, 65)
+ROWS = (*range(1, 10), 16, 32, 33)
 
 
 @functools.partial(jax.jit, static_argnames="counts")
@@ -34,7 +34,7 @@ def test_a_product_in_the_layout_of_any_pass_is_the_product_with_the_matrix(shap
     x = jnp.asarray(draw.normal(size=(ROWS[-1], shape[0])), dtype)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     error = {"float32": 1e-4, "bfloat16": 2**-7 * np.abs(want).max()}[dtype]
-    cuts = (cut for n in ROWS if (cut := cpu_layout.to_panels(w, n)) is not w)
+    cuts = filter(None, (cpu_layout.to_panels([w], n) for n in ROWS))
     layouts = {(cut.w.shape, cut.min_rows): cut for cut in cuts}
     assert layouts or jax.__version_info__ < (0, 12)
     for cut in layouts.values():
@@ -42,22 +42,6 @@ def test_a_product_in_the_layout_of_any_pass_is_the_product_with_the_matrix(shap
         for n, found in zip(ROWS, products(x, cut), strict=True):
             assert found.dtype == w.dtype
             np.testing.assert_allclose(np.asarray(found, np.float64), want[:n], 0, error)
-
-
-def test_at_most_one_line_of_each_version_is_about_a_product():
-    for n in range(1, cpu_layout.MAX_ROWS + 2):
-        for size in (1, cpu_layout.LARGE, cpu_layout.LARGE + 1, 1 << 40):
-            for dtype in (*DTYPES, "float16"):
-                kind = (dtype, size > cpu_layout.LARGE)
-                fit = [
-                    line.since
-                    for line in cpu_layout.TABLE
-                    if line.rows[0] <= n <= line.rows[1] and (line.dtype, line.is_large) == kind
-                ]
-                assert fit == sorted(set(fit), reverse=True)  # the newest version comes first
-                line = cpu_layout.find(n, size, dtype)
-                newest = [since for since in fit if since <= jax.__version_info__]
-                assert newest == [] if line is None else line.since == newest[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,32 +62,9 @@ def test_joined_maps_give_what_each_gives_alone_in_one_product(dtype):
         program = hlo.read(apply.lower(ours, x).compile().as_text())
         assert [i.opcode for i in program.instructions].count("dot") == 1
     for name in sizes:
-        np.testing.assert_array_equal(cpu_layout.weight(ours, name), layer[name])
-
-
-def test_a_table_of_ones_own_says_what_is_joined_and_how_wide_panels_are():
-    layer = {n: jnp.ones((8, m)) for n, m in {"q": 32, "k": 16, "v": 16, "o": 24}.items()}
-    table = lambda *widths: [cpu_layout.Panels((0, 0), "float32", (1, 9), False, widths)]
-    apart = cpu_layout.in_panels(layer, 5, table())
-    assert {n: id(w) for n, w in apart.items()} == {n: id(w) for n, w in layer.items()}
-    for widths, shape in {(64, 16): (1, 8, 64), (16,): (4, 8, 16), (0,): (1, 8, 64)}.items():
-        ours = cpu_layout.in_panels(layer, 5, table(*widths))
-        assert ours["q+k+v"].w.w.shape == shape
-        assert isinstance(ours["o"], cpu_layout.InPanels) is (0 in widths)  # 16 does not divide 24
-        assert (
-            cpu_layout.in_panels(layer, 10, table(*widths)).keys() == layer.keys()
-        )  # no such line
-
-
-def test_layouts_that_differ_in_padding_alone_share_no_program():
-    draw, ones, structures = jnp.arange(8.0 * 32).reshape(8, 32), jnp.ones((3, 8)), set()
-    for min_rows in (1, 2):
-        line = cpu_layout.Panels((0, 0), "float32", (1, 9), False, (16,), min_rows)
-        w = cpu_layout.to_panels(draw, 4, [line])
-        structures.add(jax.tree.structure(w))
-        for x in (ones[:1], ones):
-            np.testing.assert_array_equal(cpu_layout.matmul(x, w), x @ draw)
-    assert len(structures) == 2
+        held, columns = cpu_layout.find(ours, name)
+        whole = cpu_layout.from_panels(held)
+        np.testing.assert_array_equal(whole if columns is None else whole[:, columns], layer[name])
 
 
 @pytest.mark.exhaustive
@@ -131,16 +92,17 @@ def test_the_layout_for_a_cpu_changes_no_logits_and_is_not_saved(tmp_path, is_ti
 
 
 def test_the_copies_of_the_rows_never_outgrow_the_matrix():
-    for num_rows in (5, 16, 32, cpu_layout.MAX_ROWS, cpu_layout.MAX_ROWS + 1, 100):
-        matrix = jnp.ones((256, 1024))
-        w = cpu_layout.to_panels(matrix, num_rows)
+    matrix = jnp.ones((256, 1024))
+    for num_rows in (5, cpu_layout.MAX_ROWS, cpu_layout.MAX_ROWS + 1, 100):
+        w = cpu_layout.to_panels([matrix], num_rows)
+        w = matrix if w is None else w
         compiled = jax.jit(cpu_layout.matmul).lower(jnp.ones((num_rows, 256)), w).compile()
         assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * matrix.nbytes
 
 
 def test_weights_that_no_panels_divide_or_that_do_not_lie_on_a_cpu_stay_as_they_are():
     odd = jnp.ones((8, 24))
-    assert cpu_layout.to_panels(odd, 1) is odd
+    assert cpu_layout.to_panels([odd], 1) is None
     elsewhere = {"embed": jax.ShapeDtypeStruct((32, 32), jnp.float32)}  # no array of a CPU's
     ours = cpu_layout.CpuLayout(elsewhere, is_tied=True, has_panels=True)
     assert ours.prepare(1) is ours.prepare(None) is elsewhere

@@ -182,7 +182,6 @@ STANDALONE = DrafterKind(
             DraftPass("draft", FIRST_TOKENS, 1),
             *level_passes(num_draft, tree),
         ),
-        pass_width=lambda num_draft, tree: FIRST_TOKENS,
     ),
     format=DraftFormat(detect=is_model),
 )

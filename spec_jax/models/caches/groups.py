@@ -66,7 +66,13 @@ def group_of(cache: Any, index: int) -> Any:
 
 
 def with_group(cache: Any, index: int, group: Any) -> Any:
-    """Returns a model's cache with another state of one group."""
+    """Returns a model's cache with another state of one group.
+
+    Args:
+      cache: of the model; the group itself if there is one.
+      index: of the group.
+      group: its new state.
+    """
     if not isinstance(cache, GroupedCache):
         return group
     return GroupedCache((*cache.groups[:index], group, *cache.groups[index + 1 :]))

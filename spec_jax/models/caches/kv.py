@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from spec_jax.models.attention import attend, attend_cache
-from spec_jax.models.caches.snapshot import KVCacheSnapshot, check_fits
+from spec_jax.models.caches.snapshot import KVCacheSnapshot, Snapshotted
 from spec_jax.sharding import (
     ambient,
     constrain,
@@ -153,7 +153,17 @@ def _slice_slots(cache, slots):
 
 
 def zeros(config, num_layers, batch, num_heads, slots, width, *, dtype):
-    """The arrays of all layers, see ``KVCache``."""
+    """The arrays of all layers, see ``KVCache``.
+
+    Args:
+      config: of the model.
+      num_layers: L.
+      batch: B.
+      num_heads: G.
+      slots: S.
+      width: H.
+      dtype: of the arrays.
+    """
     if config.scan_layers and num_layers > 1:  # the slice of a stack of one is a change of rank
         return jnp.zeros((num_layers, batch, num_heads, slots, width), dtype)
     rows = (batch * num_heads,) if ambient() is None else (batch, num_heads)
@@ -161,7 +171,7 @@ def zeros(config, num_layers, batch, num_heads, slots, width, *, dtype):
 
 
 @flax.struct.dataclass
-class KVCache:
+class KVCache(Snapshotted):
     """Keys and values of every layer. Slots stand next to the head dimension.
 
     If the layers are scanned, they are stacked, ``dtype[L,B,G,S,H]``. Otherwise they are a tuple
@@ -418,19 +428,3 @@ class KVCache:
 
         laid_out = {name: lay_out(getattr(self, name), x) for name, x in parts.items()}
         return self.replace(**laid_out, length=jnp.copy(length))
-
-    def snapshot(self) -> KVCacheSnapshot:
-        """Returns a copy that outlives the cache; ``restore_from_snapshot`` is the inverse."""
-        return KVCacheSnapshot(**self.parts(), seq_len=jnp.copy(self.length))
-
-    def restore_from_snapshot(self, snapshot: KVCacheSnapshot) -> KVCache:
-        """Returns the cache as it was when the snapshot was taken.
-
-        A snapshot that lies on other devices goes through ``jax.device_get`` first.
-
-        Raises:
-          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
-        """
-        check_fits(snapshot, jax.eval_shape(self.snapshot))
-        parts = {"keys": snapshot.keys, "values": snapshot.values}
-        return self.with_parts(parts, snapshot.seq_len)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from spec_jax.models.caches.kv import KVCache, zeros
-from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
 from spec_jax.sharding import kv_replication
 
 
@@ -82,16 +81,3 @@ class LatentCache(KVCache):
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
         """Returns copies of the keys, one ``dtype[B,1,S,C]`` a layer, for a snapshot."""
         return {"keys": tuple(map(jnp.copy, self._by_layer(self.keys)))}
-
-    def snapshot(self) -> CacheSnapshot:
-        """Returns a copy that outlives the cache; ``restore_from_snapshot`` is the inverse."""
-        return CacheSnapshot((self.parts(),), jnp.copy(self.length))
-
-    def restore_from_snapshot(self, snapshot: CacheSnapshot) -> LatentCache:
-        """Returns the cache as it was when the snapshot was taken.
-
-        Raises:
-          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
-        """
-        check_fits(snapshot, jax.eval_shape(self.snapshot))
-        return self.with_parts(snapshot.groups[0], snapshot.seq_len)

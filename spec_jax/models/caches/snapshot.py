@@ -120,3 +120,29 @@ def check_fits(snapshot: Any, ours: Any) -> None:
         raise SnapshotError(
             f"the snapshot holds {describe(snapshot)}; this cache has {describe(ours)}"
         )
+
+
+class Snapshotted:
+    """Mixin of caches of one kind of layers: these have ``parts``, ``with_parts``, ``length``."""
+
+    def snapshot(self) -> KVCacheSnapshot | CacheSnapshot:
+        """Returns a copy that outlives the cache; ``restore_from_snapshot`` is the inverse."""
+        parts = self.parts()
+        length = jnp.copy(self.length)
+        if set(parts) == {"keys", "values"}:
+            return KVCacheSnapshot(**parts, seq_len=length)
+        return CacheSnapshot((parts,), length)
+
+    def restore_from_snapshot(self, snapshot: KVCacheSnapshot | CacheSnapshot) -> Any:
+        """Returns the cache as it was when the snapshot was taken, without a window.
+
+        A snapshot that lies on other devices goes through ``jax.device_get`` first.
+
+        Raises:
+          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
+        """
+        check_fits(snapshot, jax.eval_shape(self.snapshot))
+        if isinstance(snapshot, CacheSnapshot):
+            return self.with_parts(snapshot.groups[0], snapshot.seq_len)
+        parts = {"keys": snapshot.keys, "values": snapshot.values}
+        return self.with_parts(parts, snapshot.seq_len)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from spec_jax.models.caches.snapshot import CacheSnapshot, check_fits
+from spec_jax.models.caches.snapshot import Snapshotted
 from spec_jax.models.ssm import Inputs, fold
 from spec_jax.sharding import take_of_array
 
@@ -97,7 +97,7 @@ class LayerState:
 
 
 @flax.struct.dataclass
-class StateCache:
+class StateCache(Snapshotted):
     """The states of all layers, stacked if the layers are scanned, and the number of tokens fed."""
 
     layers: tuple[LayerState, ...] | LayerState
@@ -214,16 +214,3 @@ class StateCache:
             pairs = zip(map(jnp.copy, parts["ssm"]), map(jnp.copy, parts["conv"]))
             layers = tuple(LayerState(*pair) for pair in pairs)
         return StateCache(layers, jnp.copy(length))
-
-    def snapshot(self) -> CacheSnapshot:
-        """Returns a copy that outlives the cache, without its window."""
-        return CacheSnapshot((self.parts(),), jnp.copy(self.length))
-
-    def restore_from_snapshot(self, snapshot: CacheSnapshot) -> StateCache:
-        """Returns the cache as it was when the snapshot was taken.
-
-        Raises:
-          SnapshotError: the snapshot is of another kind of cache, or of another shape or dtype.
-        """
-        check_fits(snapshot, jax.eval_shape(self.snapshot))
-        return self.with_parts(snapshot.groups[0], snapshot.seq_len)
