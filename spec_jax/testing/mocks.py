@@ -110,7 +110,14 @@ def slow_model(model: Model, pass_s: float) -> Model:
 def toy_params(
     vocab_size: int, seed: int, contexts: int | None = None, scale: float = 1.0
 ) -> dict[str, jax.Array]:
-    """Draws parameters of a ``toy_model``: normal logits of standard deviation ``scale``."""
+    """Draws parameters of a ``toy_model``: normal logits of standard deviation ``scale``.
+
+    Args:
+      vocab_size: V.
+      seed: of the numbers.
+      contexts: C; by default V * V.
+      scale: the standard deviation.
+    """
     contexts = vocab_size**2 if contexts is None else contexts
     rng = np.random.default_rng(seed)
     logits = scale * rng.standard_normal((contexts, vocab_size))

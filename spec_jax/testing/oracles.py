@@ -161,6 +161,44 @@ def goodness_of_fit(observed: np.ndarray, dist: np.ndarray) -> float:
     return float(binom.sf(observed[is_other].sum() - 1, total, rest))
 
 
+class TableFit(NamedTuple):
+    """How tokens that were drawn in several groups fit their distributions.
+
+    Attributes:
+      p_value: of all groups together, see ``goodness_of_fit``.
+      group: of the cell that is furthest off.
+      token: of this cell.
+      seen: how often the token was drawn in this group.
+      expected: how often it should have been.
+      size: draws of the group.
+    """
+
+    p_value: float
+    group: int
+    token: int
+    seen: float
+    expected: float
+    size: int
+
+
+def fit_table(tokens: np.ndarray, probs: np.ndarray, group: np.ndarray) -> TableFit:
+    """Tests tokens that were drawn in several groups, each with its own distribution.
+
+    Args:
+      tokens: i64[N].
+      probs: f64[N,V], their distributions.
+      group: i64[N], such as the number of the text before each; each has several draws of a token.
+    """
+    seen, expected = np.zeros((2, group.max() + 1, probs.shape[1]))
+    np.add.at(seen, (group, tokens), 1)
+    np.add.at(expected, group, probs)
+    off = np.abs(seen - expected) / np.sqrt(np.maximum(expected, 1e-3))
+    cell = np.unravel_index(off.argmax(), off.shape)
+    p_value = goodness_of_fit(seen, expected / expected.sum())
+    row, token = map(int, cell)
+    return TableFit(p_value, row, token, seen[cell], expected[cell], int(seen[row].sum()))
+
+
 def chi_square(observed: np.ndarray, dist: np.ndarray) -> float:
     """Returns the p-value of a chi-square test.
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError
+from spec_jax.testing.certificate.forcing import Drafting
 from spec_jax.testing.certificate.reported import force_all
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
@@ -31,7 +32,8 @@ def prove_rounds(make, params, rule, num_draft=2, num_rows=4, draft=None) -> np.
     subject, rows = make_subject(make, params, 0), certified_rows()[:num_rows]
     rows = rows if draft is None else [row._replace(draft=draft) for row in rows]
     system = subject.system(to_rule(rule), num_draft)
-    forced = force_all(system, subject.params, rows, prefixes(subject, num_rows, 1), 3, 1032)
+    drafting = Drafting(system, subject.params, rows)
+    forced = force_all(drafting, prefixes(subject, num_rows, 1))
     found = check_round(system, forced, rows, subject.logits_of, 1e-6)
     if found.first is not None:
         raise CertificateError(found.first.text(system.num_draft))

@@ -13,6 +13,7 @@ from docs.examples import argmax_drafts
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError
+from spec_jax.testing.certificate.forcing import Drafting
 from spec_jax.testing.certificate.reported import force_all
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
@@ -56,7 +57,8 @@ def test_the_certificate_refuses_it_and_accepts_point_masses():
 
     def check(rule):
         system = subject.system(rule, 1)
-        forced = force_all(system, subject.params, rows, prefixes(subject, 2, 1), 2, 64)
+        drafting = Drafting(system, subject.params, rows, batch=64)
+        forced = force_all(drafting, prefixes(subject, 2, 1))
         return check_round(system, forced, rows, subject.logits_of, 1e-6)
 
     found = check(to_rule("residual"))

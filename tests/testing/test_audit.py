@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from support.defects import DEFECTS, perturbed_layer
 
-import spec_jax
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
-from spec_jax.testing.auditing.verdict import Choice, Trail, judge
+from spec_jax.testing.auditing.verdict import Trail, judge
 from spec_jax.testing.oracles import toy_logits
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
@@ -51,19 +50,10 @@ def test_the_average_of_few_positions_may_be_farther_from_float32():
     assert judge(0, np.zeros(1), np.ones(1), [trail(NOISE[:0], pooled=0.0)])[0] == "rounding"
 
 
-def test_evidence_says_where_and_how_much():
-    gaps, rounding = np.asarray([0, 9.0]), np.full(2, 0.1)
-    taken = [Choice("plain decoding", "id 5", 0.0), Choice("the decoder", "id 7", 9.0)]
-    verdict, evidence = judge(1, gaps, rounding, [trail(own_gap=2.0)], taken)
-    assert verdict == "bug" and "emits a token at 0 that is not the best" in evidence[0]
-    assert "at 1 plain decoding takes id 5, 0 below the best, and the decoder takes" in evidence[1]
-    assert str(RowAudit(3, verdict, evidence, 1)).startswith("row 3: bug at token 1; the decoder")
+def test_outputs_that_were_not_decoded_again_are_told_apart_by_the_tie_alone():
     target = mock_model()
     differing = audit_outputs(target, [0, 1], [1, 2], [1, 3])
-    texts = "; ".join(differing.evidence)
-    assert "the first output takes id 2, " in texts and "the second takes id 3, " in texts
     ended = audit_outputs(target, [0, 1], [1], [1, 3])
-    assert ended.evidence == ("the first output ends there, the second takes id 3",)
     assert (ended.at, ended.gap, ended.tokens) == (1, None, (None, 3))
     logits = np.asarray(toy_logits(target.params, (0, 1, 1)))
     assert differing.at == 1
@@ -73,13 +63,8 @@ def test_evidence_says_where_and_how_much():
 
 
 def test_rows_that_were_not_examined_are_said_to_be_so_and_never_counted_as_clean():
-    bug, tie = RowAudit(1, "bug", ("off",), 4), RowAudit(2, "rounding", ("a tie",), 7)
-    assert str(Audit(3, (), 6)) == "3 prompts: 3 not examined, with identical outputs"
-    some = Audit(9, (bug, tie), 6)
-    assert str(some).splitlines()[0] == (
-        "9 prompts: 2 examined (0 identical, 1 explained by rounding, 1 with a bug), 7 not "
-        "examined, with identical outputs"
-    )
+    some = Audit(9, (RowAudit(1, "bug", ("off",), 4), RowAudit(2, "rounding", ("a tie",), 7)), 6)
+    assert "2 examined" in str(some) and "7 not examined" in str(some)
     counts = {"identical": 0, "rounding": 1, "bug": 1, "not_examined": 7}
     assert counts.items() <= some.to_dict().items()
 
@@ -94,10 +79,6 @@ def test_sampled_outputs_and_missing_rows_are_refused():
         audit(decoder, [0, 1], outputs=([[99]], [[1]]))
     with pytest.raises(ConfigError, match="output 1 holds id -1"):
         audit_outputs(decoder.target, [0, 1], [1], [-1])
-
-
-def test_the_package_has_it_without_another_import():
-    assert spec_jax.__getattr__("testing").audit is audit  # as in a process that imports spec_jax
 
 
 def human_eval(target, num):

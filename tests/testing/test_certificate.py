@@ -87,50 +87,43 @@ def test_mutation_wrong_q_is_caught_by_enumeration():
         certify_rule(rule("residual"), drafter=drafter)
 
 
-def test_mutation_coins_that_hide_their_probability_are_caught():
-    """It accepts anything with probability 0.6 and states the outcome as the coin."""
-
-    def verify(target, proposal, noise):
-        return chain.own_token(noise.uniforms < 0.6, target.probs, proposal, noise)
-
-    with pytest.raises(CertificateError, match="does not flip its coins"):
-        certify_rule(rule("residual")._replace(accept=batched(verify)))
+def hides_its_coins(target, proposal, noise):
+    """Accepts anything with probability 0.6 and states the outcome as the coin."""
+    return chain.own_token(noise.uniforms < 0.6, target.probs, proposal, noise)
 
 
-def test_mutation_last_token_drawn_from_another_distribution_is_caught():
-    def verify(target, proposal, noise):
-        verdict = chain.residual(target, proposal, noise)
-        token = sample(3 * jnp.log(verdict.replacement), noise.gumbel[0])
-        at_end = jnp.arange(len(verdict.tokens)) == verdict.n_accept
-        return verdict.replace(tokens=jnp.where(at_end, token, verdict.tokens))
-
-    with pytest.raises(CertificateError, match="replacement distribution"):
-        certify_rule(rule("residual")._replace(accept=batched(verify)))
+def draws_sharper(target, proposal, noise):
+    verdict = chain.residual(target, proposal, noise)
+    token = sample(3 * jnp.log(verdict.replacement), noise.gumbel[0])
+    at_end = jnp.arange(len(verdict.tokens)) == verdict.n_accept
+    return verdict.replace(tokens=jnp.where(at_end, token, verdict.tokens))
 
 
-def test_mutation_bonus_drawn_from_a_residual_is_caught_by_enumeration():
-    """A row that ran out of drafts is treated as if its next one had been rejected."""
-
-    def verify(target, proposal, noise):
-        q = proposal.probs
-        spare = proposal.replace(n_draft=jnp.int32(q.shape[0]))
-        verdict = chain.residual(target, spare, noise)
-        return verdict.replace(n_accept=jnp.minimum(verdict.n_accept, proposal.n_draft))
-
-    mutant = rule("residual")._replace(accept=batched(verify))
-    with pytest.raises(CertificateError, match="replacement distribution"):
-        certify_rule(mutant)
-
-
-def test_mutation_drafts_that_were_not_offered_are_accepted_is_caught():
+def offers_all(target, proposal, noise):
     """What does not count is not rejected, so it is taken for accepted."""
+    return chain.residual(
+        target, proposal.replace(n_draft=jnp.int32(proposal.tokens.shape[0])), noise
+    )
 
-    def verify(target, proposal, noise):
-        spare = proposal.replace(n_draft=jnp.int32(proposal.tokens.shape[0]))
-        return chain.residual(target, spare, noise)
 
-    with pytest.raises(CertificateError, match="should have"):
-        certify_rule(rule("residual")._replace(accept=batched(verify)))
+def replaces_the_bonus(target, proposal, noise):
+    """A row that ran out of drafts is treated as if its next one had been rejected."""
+    verdict = offers_all(target, proposal, noise)
+    return verdict.replace(n_accept=jnp.minimum(verdict.n_accept, proposal.n_draft))
+
+
+RULES = {
+    hides_its_coins: "does not flip its coins",
+    draws_sharper: "replacement distribution",
+    replaces_the_bonus: "replacement distribution",
+    offers_all: "should have",
+}
+
+
+@pytest.mark.parametrize("accept", RULES, ids=lambda accept: accept.__name__)
+def test_mutations_of_a_rule_are_caught_by_enumeration(accept):
+    with pytest.raises(CertificateError, match=RULES[accept]):
+        certify_rule(rule("residual")._replace(accept=batched(accept)))
 
 
 def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():

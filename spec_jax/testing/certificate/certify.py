@@ -17,8 +17,8 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.certificate.forcing import DraftDistribution, Forced, parents_of
-from spec_jax.testing.certificate.loop import Loop
+from spec_jax.testing.certificate.forcing import DraftDistribution, Drafting, Forced
+from spec_jax.testing.certificate.loop import Loop, joint
 from spec_jax.testing.certificate.memory import certify_memory
 from spec_jax.testing.certificate.records import (
     Certificate,
@@ -51,7 +51,6 @@ from spec_jax.testing.certificate.verdicts import one_by_one
 from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
-_BATCH = 1032  # rows drafted at once: caches of so many are written by one scatter
 _MAX_OUTCOMES = 400_000  # of one enumeration
 _DRAWS = 2048  # of a drafter under each setting
 _PLACES = 300  # of each setting, in a batch of the loop
@@ -125,13 +124,13 @@ def certify(
         to_rule("residual" if rule is None else rule),
         drafter,
         params,
-        stated=draft_distribution,
-        trials=trials,
-        alpha=alpha,
-        tolerance=tolerance,
-        seed=seed,
-        has_memory=has_memory,
-        processors=processors,
+        draft_distribution,
+        trials,
+        alpha,
+        tolerance,
+        seed,
+        has_memory,
+        tuple(processors),
     )
     with Progress(len(run.steps), "certify", every_s=5.0) as progress:
         for what, step in run.steps:
@@ -145,42 +144,38 @@ def certify(
     return run.certificate(None)
 
 
+@dataclasses.dataclass
 class _Run:
-    """The checks of one certificate, cheap ones first."""
+    """The checks of one certificate, cheap ones first; the fields are arguments of ``certify``."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        drafter: Any = None,
-        params: Any = None,
-        *,
-        stated: DraftDistribution | None = None,
-        trials: int = 1,
-        alpha: float = 1e-6,
-        tolerance: float = 1e-6,
-        seed: int = 0,
-        has_memory: bool = False,
-        processors: Sequence[Processor] = (),
-    ):
+    rule: Rule
+    drafter: Any = None
+    params: Any = None
+    stated: DraftDistribution | None = None
+    trials: int = 1
+    alpha: float = 1e-6
+    tolerance: float = 1e-6
+    seed: int = 0
+    has_memory: bool = False
+    processors: tuple[Processor, ...] = ()
+
+    def __post_init__(self):
+        rule = self.rule
+        drafter = self.drafter
         # A new function: see ``make_subject``.
         self.rule = rule._replace(accept=lambda *args: rule.accept(*args))
-        self.stated = stated
-        self.trials = trials
-        self.alpha = alpha
-        self.tolerance = tolerance
-        self.has_memory = has_memory
-        self.processors = tuple(processors)
         self.rows = certified_rows(is_greedy=rule.is_greedy, processors=self.processors)
-        self.memory = params if isinstance(params, Memory) else None
-        params = params if self.memory is None else self.memory.params
-        self.main = make_subject(drafter, params, seed)
+        self.memory = self.params if isinstance(self.params, Memory) else None
+        params = self.params if self.memory is None else self.memory.params
+        self.main = make_subject(drafter, params, self.seed)
         self.others = [] if drafter is not None else other_drafters(rule, self.main)
         is_fixed = isinstance(drafter, Drafter) and drafter.vocab_size is not None
-        self.padded = None if is_fixed else make_subject(drafter, params, seed, is_padded=True)
+        padded = None if is_fixed else make_subject(drafter, params, self.seed, is_padded=True)
+        self.padded = padded
         # What it remembers is out of reach, and changes from one call to the next.
         self.is_hidden = self.main.drafter.has_memory and self.memory is None
         self.has_memory |= self.is_hidden
-        self.toy = self.main if drafter is None else make_subject(None, None, seed)
+        self.toy = self.main if drafter is None else make_subject(None, None, self.seed)
         self._near: Subject | None = None  # the drafter with a target near it
         self.is_gumbel_max = True  # the rule's last token, with the noise that it is given
         self.is_forced = True  # the drafter draws with Context.gumbel
@@ -191,7 +186,7 @@ class _Run:
         self.p: list[Range] = []  # of the target's distributions
         self.q: list[Range] = []  # of the drafters'
         self.is_coupled = rule.is_coupled or rule.is_greedy
-        self.steps = self._coupled() if self.is_coupled else self._enumerable()
+        self.steps = self._all_steps()
 
     def _add(self, what: str, method: str, **results: Any) -> None:
         """Records a check that has passed."""
@@ -199,41 +194,34 @@ class _Run:
         self.checks.append(Check(what, method, **results, seconds=now - self._since))
         self._since = now
 
-    def _enumerable(self) -> list[tuple[str, Callable[[], None]]]:
-        """The checks of a rule whose coins can be enumerated."""
-
-        def step(what, function, *args):
-            return (what, functools.partial(function, *args))
-
+    def _all_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """Returns what is checked. A rule that emits plain decoding's tokens is not enumerated."""
         main = self.main
-        is_sampled = self.main.drafter.is_sampled
-        ks = range(1, MAX_DRAFT + 1) if main.drafter.tree is None else [main.drafter.tree.num_nodes]
-        steps = [step(f"{k} drafts", self._enumerate, main, k) for k in ks]
-        if is_sampled:
-            steps.insert(1, step("draws of the drafter", self._draws))
-        steps += [
-            step(f"drafts of {s.drafter.name}", self._enumerate, s, MAX_DRAFT) for s in self.others
-        ]
-        if self.padded is not None:
-            steps.append(step("a padded vocabulary", self._pad))
-        if main.drafter.has_memory or self.others:
-            steps.append(step("a memory", self._memory))
-        return [*steps, step("the compiled loop", self._loop, main), *self._texts()]
+        tree = main.drafter.tree
+        steps = []
 
-    def _coupled(self) -> list[tuple[str, Callable[[], None]]]:
-        """The checks of a rule that emits plain decoding's tokens."""
-        subjects = [self.main, *self.others, *([self.padded] if self.padded else [])]
-        steps = [(s.drafter.name, functools.partial(self._loop, s)) for s in subjects]
-        return [*steps, *self._texts()]
+        def add(what, function, *args):
+            steps.append((what, functools.partial(function, *args)))
 
-    def _texts(self) -> list[tuple[str, Callable[[], None]]]:
-        """The checks of long texts with a target near the draft."""
-        tree = self.main.drafter.tree
+        if self.is_coupled:
+            for subject in (main, *self.others, *filter(None, [self.padded])):
+                add(subject.drafter.name, self._loop, subject)
+        else:
+            for k in range(1, MAX_DRAFT + 1) if tree is None else [tree.num_nodes]:
+                add(f"{k} drafts", self._enumerate, main, k)
+                if len(steps) == 1 and main.drafter.is_sampled:
+                    add("draws of the drafter", self._draws)
+            for subject in self.others:
+                add(f"drafts of {subject.drafter.name}", self._enumerate, subject, MAX_DRAFT)
+            if self.padded is not None:
+                add("a padded vocabulary", self._pad)
+            if main.drafter.has_memory or self.others:
+                add("a memory", self._memory)
+            add("the compiled loop", self._loop, main)
         ks = _TEXT_DRAFTS if tree is None else (tree.num_nodes,)
-        return [
-            (f"texts with {k} drafts", functools.partial(self._text, k, is_last=k == ks[-1]))
-            for k in ks
-        ]
+        for k in ks:
+            add(f"texts with {k} drafts", self._text, k, k == ks[-1])
+        return steps
 
     def _enumerate(self, subject: Subject, num_draft: int) -> None:
         """Enumerates a round after many texts; of the toy drafter if drafts cannot be forced."""
@@ -261,11 +249,12 @@ class _Run:
                 f"{K} drafts of {name}: a round has up to {each:,} outcomes, too many to enumerate"
             )
             return True
-        forced = force_all(system, subject.params, self.rows, starts[0], 3, _BATCH, self.stated)
+        drafting = Drafting(system, subject.params, self.rows)
+        forced = force_all(drafting, starts[0], self.stated)
         if forced is None:
             return False
         try:
-            check_report(system, subject.params, self.rows, forced, _BATCH)
+            check_report(drafting, forced)
         except CertificateError:
             if subject is self.main:
                 self._draws()  # says by how much, if it can tell
@@ -287,7 +276,7 @@ class _Run:
             self._misreport(check, forced)
         comparisons = [check(some) for some in (mixed_lengths(forced) if is_cut else [forced])]
         self.p += [x.p for x in comparisons]
-        q = reported(forced, parents_of(system))
+        q = reported(forced, drafting.parents)
         self.q += [] if q is None else [q]
         drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
         padding = ", whose target pads its vocabulary" if subject is self.padded else ""
@@ -337,16 +326,9 @@ class _Run:
     def _draws(self) -> None:
         """The draws of the drafter, with noise of its own, against what it reports."""
         system = self.main.system(self.rule, MAX_DRAFT)
-        p_value, count = check_draws(
-            system,
-            self.main.params,
-            self.rows,
-            prefixes(self.main, len(self.rows), 0),
-            3,
-            _DRAWS,
-            _DRAWS,
-            self.alpha,
-        )
+        drafting = Drafting(system, self.main.params, self.rows)
+        starts = prefixes(self.main, len(self.rows), 0)
+        p_value, count = check_draws(drafting, starts, _DRAWS, self.alpha)
         what = f"draws of {self.main.drafter.name} against what it reports"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
@@ -378,7 +360,7 @@ class _Run:
         slots = prompt + num_tokens + 1 + max(MAX_DRAFT + 1, system.lookahead_slots)
         return Loop(system, params, self.rows, num_tokens, slots)
 
-    def _text(self, num_draft: int, *, is_last: bool = False) -> None:
+    def _text(self, num_draft: int, is_last: bool = False) -> None:
         """Long texts of one setting, or of all for a rule that emits plain decoding's tokens.
 
         Such a rule is not enumerated, so at last it is called for each row in a batch of one.
@@ -486,7 +468,8 @@ class _Run:
             some = left.pop(0) if left else loop.decode(of, np.arange(done, done + len(of)))
             np.add.at(counts, (of[: len(some)], *some[:, begin : begin + size].T), 1)
             done += len(some)
-        p_value = loop.test(counts, begin, subject.logits_of, self.alpha)
+        dists = [joint(row, begin, size, subject.logits_of) for row in self.rows]
+        p_value = loop.test(counts, begin, dists, self.alpha)
         which = f"{begin + 1} to {begin + size}" if size > 1 else f"{begin + 1}"
         what = f"tokens {which} of the compiled loop with {drafts}"
         self._add(what, "chi-square", p_value=p_value, trials=done)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,9 @@ _HAIR = 3e-3  # by so much a draft outweighs the other tokens; a near tie is nea
 _BUCKET = 8  # histories are padded to a multiple of it, so that settings share programs
 
 
+Item = tuple[int, tuple[int, ...]]  # a row, and its output before a round
+
+
 class Forced(NamedTuple):
     """Rounds whose drafts were forced; NumPy arrays with one row for each of N items.
 
@@ -41,7 +45,7 @@ class Forced(NamedTuple):
       proposal: what the drafter returned.
     """
 
-    items: Sequence[tuple[int, tuple[int, ...]]]
+    items: Sequence[Item]
     weights: np.ndarray
     contexts: Any
     logits: np.ndarray
@@ -59,128 +63,163 @@ class Forced(NamedTuple):
         )
 
 
-def parents_of(system: decoding.System) -> Sequence[int]:
-    """Returns the parent of each draft's node, which is known before a round."""
-    tree = system.drafter.tree
-    is_chain = tree is None or not system.drafter.is_sampled
-    return range(system.num_draft) if is_chain else tree.parents
-
-
-def possible_drafts(
-    parents: Sequence[int], dist: Callable[[Sequence[int]], np.ndarray] | None
-) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yields (tokens, probability) of every draft along ``parents``, siblings all different.
-
-    Where siblings have used up the distribution a token is ``FREE``: the drafter's own choice. So
-    is what would follow drafts after which the distribution is 0: it is not offered.
+def path_tokens(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
+    """Returns the tokens on the path to a node, its own included.
 
     Args:
-      parents: of the nodes.
-      dist: the distribution f64[V] of the next draft after some drafts; None for a deterministic
-        drafter, all of whose tokens are ``FREE``.
+      draft: the token of each node but the root.
+      parents: the parent of each of these nodes.
+      node: where the path ends; 0 is the root.
     """
-    K = len(parents)
-    if dist is None:
-        yield (FREE,) * K, 1.0
-        return
-
-    def visit(tokens, weight):
-        i = len(tokens)
-        if i == K:
-            yield tokens, weight
-            return
-        way = []
-        node = parents[i]
-        while node:
-            way.insert(0, tokens[node - 1])
-            node = parents[node - 1]
-        q = np.zeros(1) if FREE in way else np.array(dist(way))
-        if not q.any():
-            yield from visit((*tokens, FREE), weight)
-            return
-        q[[tokens[j] for j in range(i) if parents[j] == parents[i] and tokens[j] != FREE]] = 0.0
-        if q.sum() <= 1e-12:
-            if i + 1 in parents:
-                raise ValueError(f"node {i + 1} has children, and no distribution to draw it from")
-            yield from visit((*tokens, FREE), weight)
-            return
-        for token in np.flatnonzero(q):
-            yield from visit((*tokens, int(token)), weight * q[token] / q.sum())
-
-    yield from visit((), 1.0)
+    path = []
+    while node:
+        path.insert(0, draft[node - 1])
+        node = parents[node - 1]
+    return tuple(path)
 
 
-def force(
-    system: decoding.System,
-    params: dict[str, Any],
-    rows: Sequence[Row],
-    items: Sequence[tuple[int, tuple[int, ...]]],
-    drafts: np.ndarray,
-    num_tokens: int,
-    batch: int,
-) -> Forced:
-    """Drafts given tokens, by pushing the noise that the drafter draws with, and scores them.
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What drafts rounds with forced noise, through the functions that the decoder calls.
 
-    Args:
+    Attributes:
       system: target, drafter, rule and K.
       params: ``{"target": ..., "draft": ...}``.
       rows: prompts and samplers.
-      items: N times (row, output before the round).
-      drafts: i64[N,K], the tokens, FREE where nothing is pushed.
       num_tokens: maximum tokens of an output; longer ones compile other programs.
       batch: rows drafted at once.
-
-    Returns:
-      The rounds, each of weight 1. Whether the drafts are the ones pushed is not checked.
-
-    Raises:
-      ProposalError: a proposal is at fault.
     """
-    V = system.target.vocab_size
-    K = system.num_draft
-    contexts = make_contexts(rows, items, width_of(rows, num_tokens, K), V)
-    push = np.zeros((len(items), K, V), np.float32)
-    for i, parent in enumerate(parents_of(system)):
-        at = np.flatnonzero(drafts[:, i] != FREE)
-        push[at, parent, drafts[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
-    propose = functools.partial(_propose_as_written, system, params)
-    logits, proposal = in_chunks(propose, batch, contexts, push)
-    # No ordinary noise draws a token whose probability underflows: see ``draws_as_reported``.
-    is_drawn = (proposal.tokens == drafts) & np.asarray(proposal.is_offered)
-    is_never = (is_drawn & (_of_drafts(proposal, parents_of(system)) == 0)).any(axis=1)
-    check_faults(system, rows, items, proposal, ~is_never)
-    return Forced(items, np.ones(len(items)), contexts, logits, proposal)
 
+    system: decoding.System
+    params: dict[str, Any]
+    rows: Sequence[Row]
+    num_tokens: int = 3
+    batch: int = 1032  # caches of so many rows are written by one scatter
 
-def width_of(rows: Sequence[Row], num_tokens: int, num_draft: int) -> int:
-    """Returns how many tokens the contexts have room for."""
-    width = max(len(row.prompt) for row in rows) + num_tokens + num_draft + 2
-    return -(-width // _BUCKET) * _BUCKET
+    @property
+    def parents(self) -> Sequence[int]:
+        """The parent of each draft's node, which is known before a round."""
+        drafter = self.system.drafter
+        is_chain = drafter.tree is None or not drafter.is_sampled
+        return range(self.system.num_draft) if is_chain else drafter.tree.parents
 
+    def all_drafts(self) -> list[tuple[int, ...]]:
+        """Returns all that may be drafted in a round, siblings all different.
 
-def check_faults(
-    system: decoding.System, rows: Sequence[Row], items, proposal: Proposal, is_checked=True
-) -> None:
-    """Raises a ProposalError where the decoder would stop a row because of the proposal.
+        Where siblings have used up the tokens, one is ``FREE``: the drafter's own choice, as are
+        all those of a deterministic drafter.
+        """
+        parents = self.parents
+        if not self.system.drafter.is_sampled:
+            return [(FREE,) * len(parents)]
+        ids = set(range(self.system.target.last_id + 1))
+        drafts = [()]
+        for node, parent in enumerate(parents):
+            siblings = [j for j in range(node) if parents[j] == parent]
+            if len(siblings) >= len(ids) and node + 1 in parents:
+                raise ValueError(f"node {node + 1} has children, and no token is left for it")
+            drafts = [
+                (*draft, token)
+                for draft in drafts
+                for token in sorted(ids.difference(draft[j] for j in siblings)) or [FREE]
+            ]
+        return drafts
 
-    Args:
-      system: whose drafter it is.
-      rows: prompts and samplers.
-      items: N times (row, output before the round).
-      proposal: what the drafter returned.
-      is_checked: bool[N].
-    """
-    at = np.flatnonzero((proposal.fault != decoding.Finish.RUNNING) & is_checked)
-    if len(at):
-        row, output = items[at[0]]
-        finish = decoding.Finish(int(proposal.fault[at[0]]))
-        raised = find_raised(finish, system, (*rows[row].prompt, *output))
-        what = f"makes a proposal that stops the row ({finish.name.lower()})"
-        if raised is not None:
-            what = f"raised {type(raised).__name__}: {raised}"
-        raise ProposalError(
-            f"drafter {system.drafter.name!r} {what}, {where(rows[row], output, system.num_draft)}"
-        ) from raised
+    def contexts(self, items: Sequence[Item]) -> Any:
+        """Returns what the decoder would hand to the drafter after each item, as NumPy arrays."""
+        V = self.system.target.vocab_size
+        width = max(len(row.prompt) for row in self.rows)
+        width += self.num_tokens + self.system.num_draft + 2
+        width = -(-width // _BUCKET) * _BUCKET
+        tokens = np.zeros((len(items), width), np.int32)
+        length = np.zeros(len(items), np.int32)
+        outputs = np.zeros_like(tokens)
+        for i, (row, output) in enumerate(items):
+            history = (*self.rows[row].prompt, *output)
+            tokens[i, : len(history)] = history
+            length[i] = len(history) - 1
+            outputs[i, : len(output)] = output
+        # The samplers of all rows, whichever are left: all calls share programs.
+        of = np.asarray([item[0] for item in items])
+        sides = zip(*(row[1:] for row in self.rows))
+        samplers = [make_sampler(side, len(self.rows), V) for side in sides]
+        samplers = jax.tree.map(lambda x: np.asarray(x)[of], samplers)
+        num_output = np.asarray([len(output) for _, output in items], np.int32)
+
+        def start(x):
+            return x.start(tokens, length + 1 - num_output, V).advance(outputs, num_output)
+
+        sampler, draft_sampler = jax.tree.map(np.asarray, [jax.jit(start)(x) for x in samplers])
+        return tokens, length, sampler, draft_sampler
+
+    def propose(self, contexts: Any, gumbel: np.ndarray) -> tuple[np.ndarray, Proposal]:
+        """Returns the target's logits f32[N,K+1,V] and the proposal, drawn with this noise."""
+        propose = functools.partial(_propose_as_written, self.system, self.params)
+        return in_chunks(propose, self.batch, contexts, gumbel)
+
+    def force(self, items: Sequence[Item], drafts: np.ndarray) -> Forced:
+        """Drafts given tokens, by pushing the noise that the drafter draws with, and scores them.
+
+        Args:
+          items: N times (row, output before the round).
+          drafts: i64[N,K], the tokens, FREE where nothing is pushed.
+
+        Returns:
+          The rounds, each of weight 1. Whether the drafts are the ones pushed is not checked.
+
+        Raises:
+          ProposalError: a proposal is at fault.
+        """
+        K = self.system.num_draft
+        contexts = self.contexts(items)
+        push = np.zeros((len(items), K, self.system.target.vocab_size), np.float32)
+        for i, parent in enumerate(self.parents):
+            at = np.flatnonzero(drafts[:, i] != FREE)
+            push[at, parent, drafts[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
+        logits, proposal = self.propose(contexts, push)
+        # No ordinary noise draws a token whose probability underflows: see ``draws_as_reported``.
+        is_drawn = (proposal.tokens == drafts) & np.asarray(proposal.is_offered)
+        is_never = (is_drawn & (_of_drafts(proposal, self.parents) == 0)).any(axis=1)
+        self.check_faults(items, proposal, ~is_never)
+        return Forced(items, np.ones(len(items)), contexts, logits, proposal)
+
+    def check_faults(
+        self, items: Sequence[Item], proposal: Proposal, is_checked: np.ndarray | bool = True
+    ) -> None:
+        """Raises a ProposalError where the decoder would stop a row because of the proposal.
+
+        Args:
+          items: N times (row, output before the round).
+          proposal: what the drafter returned.
+          is_checked: bool[N].
+        """
+        at = np.flatnonzero((proposal.fault != decoding.Finish.RUNNING) & is_checked)
+        if len(at):
+            row, output = items[at[0]]
+            finish = decoding.Finish(int(proposal.fault[at[0]]))
+            raised = find_raised(finish, self.system, (*self.rows[row].prompt, *output))
+            what = f"makes a proposal that stops the row ({finish.name.lower()})"
+            if raised is not None:
+                what = f"raised {type(raised).__name__}: {raised}"
+            place = where(self.rows[row], output, self.system.num_draft)
+            name = self.system.drafter.name
+            raise ProposalError(f"drafter {name!r} {what}, {place}") from raised
+
+    def draws_as_reported(self, forced: Forced) -> np.ndarray:
+        """Returns bool[N]: each draft is the Gumbel-max draw from its report.
+
+        Under ordinary noise, and under noise that outweighs the report, so that all tokens are
+        equally near to being drawn, and the drafts themselves nearer by a hair: tokens that are
+        drawn once in a million times are compared as sharply as others.
+        """
+        is_drawn = np.ones(len(forced.items), bool)
+        if forced.proposal.probs is None:
+            return is_drawn
+        gumbel = np.random.default_rng(0).gumbel(size=forced.proposal.probs.shape)
+        for noise in (gumbel.astype(np.float32), _outweighing(forced.proposal, self.parents)):
+            drawn = self.propose(forced.contexts, noise)[1]
+            is_drawn &= matches_report(drawn, noise, self.parents)
+        return is_drawn
 
 
 def _of_drafts(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
@@ -189,26 +228,6 @@ def _of_drafts(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
         return np.ones(proposal.tokens.shape, np.float32)
     rows = np.arange(len(proposal.tokens))[:, None]
     return np.asarray(proposal.probs)[rows, list(parents), proposal.tokens]
-
-
-def draws_as_reported(
-    system: decoding.System, params: dict[str, Any], forced: Forced, batch: int
-) -> np.ndarray:
-    """Returns bool[N]: each draft is the Gumbel-max draw from its report.
-
-    Under ordinary noise, and under noise that outweighs the report, so that all tokens are equally
-    near to being drawn, and the drafts themselves nearer by a hair: tokens that are drawn once in
-    a million times are compared as sharply as others.
-    """
-    if forced.proposal.probs is None:
-        return np.ones(len(forced.items), bool)
-    gumbel = np.random.default_rng(0).gumbel(size=forced.proposal.probs.shape).astype(np.float32)
-    parents = parents_of(system)
-    propose = functools.partial(_propose_as_written, system, params)
-    noises = (gumbel, _outweighing(forced.proposal, parents))
-    drawn = [in_chunks(propose, batch, forced.contexts, noise)[1] for noise in noises]
-    is_drawn = [matches_report(x, noise, parents) for x, noise in zip(drawn, noises)]
-    return np.logical_and(*is_drawn)
 
 
 def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
@@ -225,7 +244,13 @@ def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
 
 
 def matches_report(drawn: Proposal, gumbel: np.ndarray, parents: Sequence[int]) -> np.ndarray:
-    """bool[N], whether each token is its parent's Gumbel-max draw, earlier siblings left out."""
+    """bool[N], whether each token is its parent's Gumbel-max draw, earlier siblings left out.
+
+    Args:
+      drawn: what the drafter returned, of N rounds.
+      gumbel: f32[N,K,V], the noise that it drew with.
+      parents: of the nodes.
+    """
     probs = np.array(drawn.probs)
     is_drawn = np.ones(len(drawn.tokens), bool)
     is_offered = np.asarray(drawn.is_offered)
@@ -239,35 +264,17 @@ def matches_report(drawn: Proposal, gumbel: np.ndarray, parents: Sequence[int]) 
 
 
 def is_argmax(tokens, probs, gumbel) -> np.ndarray:
-    """Whether the tokens are the Gumbel-max draws from ``probs``, near ties aside."""
+    """Whether the tokens are the Gumbel-max draws from ``probs``, near ties aside.
+
+    Args:
+      tokens: i64[...].
+      probs: f32[...,V].
+      gumbel: f32[...,V], the noise.
+    """
     with np.errstate(divide="ignore"):
         scores = np.log(np.asarray(probs, np.float64)) + gumbel
     drawn = np.take_along_axis(scores, np.asarray(tokens)[..., None], axis=-1)[..., 0]
     return drawn >= scores.max(axis=-1) - 1e-3
-
-
-def make_contexts(rows, items, width, V):
-    """The context of every item, as the decoder would hold it."""
-    size = len(items)
-    tokens = np.zeros((size, width), np.int32)
-    length = np.zeros(size, np.int32)
-    outputs = np.zeros_like(tokens)
-    for i, (row, output) in enumerate(items):
-        history = (*rows[row].prompt, *output)
-        tokens[i, : len(history)] = history
-        length[i] = len(history) - 1
-        outputs[i, : len(output)] = output
-    # The samplers of all rows, whichever are left: all calls share programs.
-    of = np.asarray([item[0] for item in items])
-    samplers = [make_sampler(side, len(rows), V) for side in zip(*(row[1:] for row in rows))]
-    samplers = jax.tree.map(lambda x: np.asarray(x)[of], samplers)
-    num_output = np.asarray([len(output) for _, output in items], np.int32)
-
-    def start(x):
-        return x.start(tokens, length + 1 - num_output, V).advance(outputs, num_output)
-
-    sampler, draft_sampler = jax.tree.map(np.asarray, [jax.jit(start)(x) for x in samplers])
-    return tokens, length, sampler, draft_sampler
 
 
 def in_chunks(function, chunk, *trees):
@@ -282,7 +289,17 @@ def in_chunks(function, chunk, *trees):
 
 
 def propose_afresh(system: decoding.System, params, contexts, gumbel):
-    """Prefills both models afresh, drafts with forced noise, scores the window."""
+    """Prefills both models afresh, drafts with forced noise, scores the window.
+
+    Args:
+      system: target, drafter, rule and K.
+      params: ``{"target": ..., "draft": ...}``.
+      contexts: see ``Drafting.contexts``.
+      gumbel: f32[N,K,V], the drafter's noise; None: its own.
+
+    Returns:
+      The target's logits f32[N,K+1,V], and the proposal.
+    """
     tokens, length, sampler, draft_sampler = contexts
     target, drafter, rule, *_ = system
     size, width = tokens.shape

@@ -104,7 +104,13 @@ class Loop:
     def generate(
         self, state: decoding.DecodeState, max_rounds: int = 2**30, system=None
     ) -> decoding.DecodeState:
-        """Runs rounds, at most ``max_rounds`` of them. Donates the state."""
+        """Runs rounds, at most ``max_rounds`` of them. Donates the state.
+
+        Args:
+          state: after a prefill.
+          max_rounds: how many rounds.
+          system: in place of the loop's own.
+        """
         system = system or self.system
         running = jnp.zeros((len(state.finish),), jnp.int32)
         return self.run(self.params, state, running, jnp.int32(max_rounds), system=system)[0]
@@ -181,26 +187,21 @@ class Loop:
         )
 
     def test(
-        self,
-        counts: np.ndarray,
-        begin: int,
-        logits_of: Callable[[Sequence[int]], np.ndarray],
-        alpha: float,
+        self, counts: np.ndarray, begin: int, dists: Sequence[np.ndarray], alpha: float
     ) -> float:
         """Returns the p-value of some tokens, corrected for the number of rows.
 
         Args:
           counts: i64[R,V,...,V], how often each outcome was seen.
           begin: how many tokens come before the ones that were counted.
-          logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
+          dists: f64[V,...,V] of each row, see ``joint``.
           alpha: smallest p-value that passes.
 
         Raises:
           CertificateError: the p-value is smaller.
         """
         tests = []
-        for row, seen in zip(self.rows, counts):
-            dist = _joint(row, begin, seen.ndim, logits_of)
+        for row, seen, dist in zip(self.rows, counts, dists):
             while seen.ndim > 1 and seen.sum() * dist.max() < 5:  # too few draws: of fewer tokens
                 seen, dist = seen.sum(axis=-1), dist.sum(axis=-1)
             tests.append((goodness_of_fit(seen, dist), row, seen, dist))
@@ -243,38 +244,27 @@ class Loop:
         K = self.system.num_draft
         emitted, expected, variance = np.zeros((3, R + 1))  # the last: of all rows together
         ranges = []
-
-        @functools.cache
-        def dist_of(r: int, before: tuple[int, ...]) -> np.ndarray:
-            row = self.rows[r]
-            logits = logits_of((*row.prompt, *before))
-            dist = reference_distribution(logits, row.target, row.prompt, before)
-            ranges.append(Range.of(dist))
-            return dist
-
-        rows = of[: len(output)]
-        for r, tokens in zip(rows.tolist(), output.tolist()):
-            for i in range(1, len(tokens)):
-                before = tuple(tokens[:i])
-                token = tokens[i]
-                p = dist_of(r, before)
-                if p[token] == 0:
-                    raise CertificateError(
-                        f"{self.name}: token {token}, which plain decoding never emits, "
-                        f"{where(self.rows[r], before, K)}"
-                    )
-                mean = p @ p
-                for sums, value in (
-                    (emitted, p[token]),
-                    (expected, mean),
-                    (variance, p @ p**2 - mean**2),
-                ):
-                    sums[[r, R]] += value
+        counts = np.bincount(of[: len(output)], minlength=R) * self.num_tokens
+        for r, row in enumerate(self.rows):
+            texts = output[of[: len(output)] == r]
+            probs = distributions(texts, row, logits_of)
+            p = np.take_along_axis(probs, texts[:, 1:, None], axis=2)[:, :, 0]
+            if (p == 0).any():
+                text, i = np.argwhere(p == 0)[0]
+                raise CertificateError(
+                    f"{self.name}: token {texts[text, i + 1]}, which plain decoding never emits, "
+                    f"{where(row, texts[text, : i + 1], K)}"
+                )
+            mean = (probs**2).sum(axis=2)
+            emitted[[r, R]] += p.sum()
+            expected[[r, R]] += mean.sum()
+            variance[[r, R]] += ((probs**3).sum(axis=2) - mean**2).sum()
+            ranges.append(Range.of(probs))
         p_values = tail_of_sums(emitted - expected, variance)
         worst = int(p_values.argmin())
         p_value = min(1.0, float(p_values[worst]) * len(p_values))
         if not p_value >= alpha:
-            count = self.num_tokens * (len(output) if worst == R else int((rows == worst).sum()))
+            count = counts.sum() if worst == R else counts[worst]
             settings = "all settings" if worst == R else settings_of(self.rows[worst])
             raise CertificateError(
                 f"{self.name}: the decoded tokens do not have the target's distribution: "
@@ -298,19 +288,44 @@ _generate = bounded_jit(
 )
 
 
-def _joint(row: Row, begin: int, num_tokens: int, logits_of) -> np.ndarray:
-    """f64[V, ..., V], the distribution of plain decoding's tokens after 0 or 1 others."""
+def distributions(
+    output: np.ndarray, row: Row, logits_of: Callable[[Sequence[int]], np.ndarray]
+) -> np.ndarray:
+    """Returns f64[N,T,V], plain decoding's distribution of every token of i64[N,1+T] but the first.
+
+    Args:
+      output: texts of the row.
+      row: prompt and sampler.
+      logits_of: ``tokens -> f32[V]``, what the target says.
+    """
+
+    @functools.cache
+    def after(text: tuple[int, ...]) -> np.ndarray:
+        return reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
+
+    return np.asarray(
+        [[after(tuple(text[:t])) for t in range(1, len(text))] for text in output.tolist()]
+    )
+
+
+def joint(
+    row: Row, begin: int, num_tokens: int, logits_of: Callable[[Sequence[int]], np.ndarray]
+) -> np.ndarray:
+    """Returns f64[V,...,V], the distribution of plain decoding's tokens after 0 or 1 others.
+
+    Args:
+      row: prompt and sampler.
+      begin: how many tokens come before these.
+      num_tokens: how many they are.
+      logits_of: ``tokens -> f32[V]``, what the target says.
+    """
     first = reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
-    size = num_tokens + begin - 1
-
-    def after(t):
-        return plain_distribution(None, row, t, size, lambda _, tokens: logits_of(tokens))
-
-    joint = np.zeros((len(first),) * (size + 1 - begin))
+    dist = np.zeros((len(first),) * num_tokens)
     for token in np.flatnonzero(first > _UNLIKELY).tolist():
-        part = joint if begin else joint[token]
-        part += first[token] * after(token)
-    return joint
+        size = num_tokens + begin - 1
+        after = plain_distribution(None, row, token, size, lambda _, tokens: logits_of(tokens))
+        dist[() if begin else token] += first[token] * after
+    return dist
 
 
 def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, loop: Loop) -> str:
@@ -383,11 +398,10 @@ def certify_decoder(
     system = system_of(target or toy_model(V), drafter, rule, num_draft)
     slots = len(row.prompt) + num_tokens + system.lookahead_slots + 3
     loop = Loop(system, params, [row], num_tokens, slots, run)
-    of_target = functools.partial(logits_of, params["target"])
-    likeliest = _joint(row, 1, num_tokens, of_target).max()
-    if trials * likeliest < 5:
+    dist = joint(row, 1, num_tokens, functools.partial(logits_of, params["target"]))
+    if trials * dist.max() < 5:
         raise CertificateError(
-            f"trials is {trials}; a test of {num_tokens} tokens jointly needs {5 / likeliest:.0f} "
+            f"trials is {trials}; a test of {num_tokens} tokens jointly needs {5 / dist.max():.0f} "
             "or more"
         )
     of = np.zeros(batch, np.int64)
@@ -395,4 +409,4 @@ def certify_decoder(
     for begin in range(0, trials, batch):
         output = loop.decode(of, seed * trials + begin + np.arange(batch))
         np.add.at(counts[0], tuple(output[:, 1:].T), 1)
-    return loop.test(counts, 1, of_target, alpha)
+    return loop.test(counts, 1, [dist], alpha)

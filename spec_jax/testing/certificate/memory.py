@@ -7,19 +7,18 @@ made these outputs. Enumeration forces the noise, so it does not see whether noi
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Memory
-from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.forcing import DRAFT_SEED
+from spec_jax.testing.certificate.loop import Loop, joint
 from spec_jax.testing.certificate.records import CertificateError
-from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit, plain_distribution
+from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit
 
 _NUM_TOKENS = 3  # whose joint distribution is tested
 _NUM_CALLS = 3
@@ -79,42 +78,21 @@ def certify_memory(
     last = (0, 1)  # the target reads no more of a prompt
     width = 0 if memory is not None else int(np.ceil(np.log(rows) / np.log(V)))
     own = np.arange(rows)[:, None] // V ** np.arange(width) % V
-    prompts = np.concatenate([own, np.tile(last, (rows, 1))], axis=1).astype(np.int32)
-    length = prompts.shape[1]
-    size = 1 + _NUM_TOKENS
     memories = None if memory is None else [copy.copy(memory) for _ in range(rows)]
     if memories is not None:
         system = system._replace(drafter=a_memory_each(system.drafter))
-    row = Row(last, warm, warm)
-    first = jax.nn.softmax(logits_of(params["target"], last))
-    expected = sum(
-        float(first[t]) * plain_distribution(params["target"], row, t, _NUM_TOKENS, logits_of)
-        for t in range(V)
-        if first[t] > 0
+    prompts = [Row((*ids, *last), warm, warm) for ids in own.tolist()]
+    slots = width + len(last) + 1 + _NUM_TOKENS + system.lookahead_slots
+    loop = Loop(system, params, prompts, _NUM_TOKENS, slots)
+    expected = joint(
+        Row(last, warm, warm), 1, _NUM_TOKENS, functools.partial(logits_of, params["target"])
     )
-
-    def full(value):
-        return jnp.full((rows,), value, jnp.int32)
-
-    sampler = make_sampler(warm, rows, V, range(rows))
     p_value = 1.0
     for call in range(_NUM_CALLS):
         if memories is not None:
             each = [memory.params for memory in memories]
-            params = {**params, "draft": jax.tree.map(lambda *x: np.stack(x), *each)}
-        state = decoding.prefill(
-            params,
-            jnp.asarray(prompts),
-            full(length),
-            full(length + size),
-            full(-1)[:, None],
-            sampler,
-            sampler.replace(seed=jnp.full_like(sampler.seed, DRAFT_SEED)),
-            system=system,
-            slots=length + size + system.lookahead_slots,
-        )
-        state, _ = decoding.generate(params, state, full(0), jnp.int32(2**30), system=system)
-        output = np.asarray(state.tokens)[:, length : length + size]
+            loop.params = {**params, "draft": jax.tree.map(lambda *x: np.stack(x), *each)}
+        output = loop.decode(np.arange(rows), np.arange(rows))
         for kept, tokens in zip(memories or [], output):
             kept.add(tokens)
         counts = np.zeros((V,) * _NUM_TOKENS, np.int64)
@@ -122,10 +100,10 @@ def certify_memory(
         p_value = min(p_value, goodness_of_fit(counts, expected))
         if not p_value >= alpha:
             raise CertificateError(
-                f"rule {system.rule.name!r}, drafter {system.drafter.name!r}: in call {call + 1} "
-                "with the same prompts and seeds the tokens do not have the target's distribution "
-                f"(chi-square p-value {p_value:.1e} over {rows:,} rows): noise was used again "
-                "that had made what the drafter learned from. Its num_updates must count every "
-                "update of the memory, before the memory is read"
+                f"{loop.name}: in call {call + 1} with the same prompts and seeds the tokens do "
+                f"not have the target's distribution (chi-square p-value {p_value:.1e} over "
+                f"{rows:,} rows): noise was used again that had made what the drafter learned "
+                "from. Its num_updates must count every update of the memory, before the memory "
+                "is read"
             )
     return p_value, _NUM_CALLS * rows

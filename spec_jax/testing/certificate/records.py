@@ -211,7 +211,13 @@ def short(probs: Sequence[float]) -> str:
 
 
 def where(row: Row, output: Sequence[Any], num_draft: int) -> str:
-    """Says after which tokens and under which settings something happens."""
+    """Says after which tokens and under which settings something happens.
+
+    Args:
+      row: prompt and settings.
+      output: the tokens after the prompt.
+      num_draft: K.
+    """
     return (
         f"after the prompt {row.prompt} and the output {tuple(map(int, output))} "
         f"(K={num_draft}, {settings_of(row)})"

@@ -3,64 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from scipy.stats import chi2
 
-from spec_jax import decoding
+from spec_jax.contracts import Proposal
 from spec_jax.testing.certificate.forcing import (
     FREE,
     SMALLEST,
     DraftDistribution,
+    Drafting,
     Forced,
-    check_faults,
-    draws_as_reported,
-    force,
-    in_chunks,
-    make_contexts,
-    parents_of,
-    possible_drafts,
+    Item,
+    path_tokens,
     propose_afresh,
-    width_of,
 )
 from spec_jax.testing.certificate.records import CertificateError, Range, probability, short, where
-from spec_jax.testing.oracles import Row
+from spec_jax.testing.oracles import TableFit, fit_table
 
 _SAME = 1e-4  # the largest distance of two reports of one distribution, see ``_off``
 _RARE = 1e-30
-
-
-def all_drafts(system: decoding.System) -> list[tuple[int, ...]]:
-    """Returns all that may be drafted in a round, whatever its probability."""
-
-    def uniform(way):
-        return np.ones(system.target.last_id + 1)
-
-    dist = uniform if system.drafter.is_sampled else None
-    return [draft for draft, _ in possible_drafts(parents_of(system), dist)]
+_PER_CELL = 5  # draws that a cell of a table should have on average
 
 
 def force_all(
-    system: decoding.System,
-    params: dict[str, Any],
-    rows: Sequence[Row],
-    prefixes: Sequence[tuple[int, tuple[int, ...]]],
-    num_tokens: int,
-    batch: int,
-    stated: DraftDistribution | None = None,
+    drafting: Drafting, prefixes: Sequence[Item], stated: DraftDistribution | None = None
 ) -> Forced | None:
     """Forces every draft that can be, weighted by the distributions that the drafter reports.
 
     Args:
-      system: target, drafter, rule and K.
-      params: ``{"target": ..., "draft": ...}``.
-      rows: prompts and samplers.
+      drafting: what drafts.
       prefixes: (row, output) before the rounds.
-      num_tokens: maximum tokens of an output.
-      batch: rows drafted at once.
       stated: the distributions that the drafter should report, if they are known.
 
     Returns:
@@ -70,49 +44,44 @@ def force_all(
     Raises:
       CertificateError: the drafter does not report distributions, or others than stated.
     """
-    drafter = system.drafter
-    parents = parents_of(system)
-    drafts = all_drafts(system)
+    parents = drafting.parents
+    drafts = drafting.all_drafts()
     items = [prefix for prefix in prefixes for _ in drafts]
     wanted = np.asarray(drafts * len(prefixes))
-    forced = force(system, params, rows, items, wanted, num_tokens, batch)
-    if not drafter.is_sampled:
+    forced = drafting.force(items, wanted)
+    if not drafting.system.drafter.is_sampled:
         return forced
-    reports = _reports(system, rows, forced, wanted, parents, stated)
-    weights = np.zeros(len(items))
-    seen = set()
-    keep = []
+    # The tokens that are offered, and those that were pushed where none is.
+    drawn = np.where(forced.proposal.is_offered, forced.proposal.tokens, wanted).tolist()
+    reports = _reports(drafting, forced, drawn, stated)
     is_dropped = forced.proposal.is_dropped
     is_dropped = np.zeros(wanted.shape, bool) if is_dropped is None else np.asarray(is_dropped)
+    weights = {}  # of each (prefix, draft), at the first of its items
     for i, prefix in enumerate(items):
-        drawn = _drawn(forced, wanted, i)
-        draft, weight = _weight(prefix, drawn, is_dropped[i], reports, parents)
-        if weight > 0 and (prefix, draft) not in seen:
-            seen.add((prefix, draft))
-            keep.append(i)
-            weights[i] = weight
-    total = {prefix: 0.0 for prefix in prefixes}
-    for i in keep:
-        total[items[i]] += weights[i]
+        draft, weight = _weight(prefix, drawn[i], is_dropped[i], reports, parents)
+        if weight > 0:
+            weights.setdefault((prefix, draft), (i, weight))
+    total = dict.fromkeys(prefixes, 0.0)
+    for (prefix, _), (_, weight) in weights.items():
+        total[prefix] += weight
     if any(abs(x - 1) > 1e-4 for x in total.values()):
         return None
-    return forced._replace(weights=weights).at(np.asarray(keep))
+    keep, kept = map(np.asarray, zip(*weights.values()))
+    return forced.at(keep)._replace(weights=kept)
 
 
-def check_report(
-    system: decoding.System, params: dict[str, Any], rows: Sequence[Row], forced: Forced, batch: int
-) -> None:
+def check_report(drafting: Drafting, forced: Forced) -> None:
     """Raises a CertificateError if a drafter draws from another distribution than it reports."""
-    wrong = np.flatnonzero(~draws_as_reported(system, params, forced, batch))
+    wrong = np.flatnonzero(~drafting.draws_as_reported(forced))
     if len(wrong):
         row, output = forced.items[wrong[0]]
         raise CertificateError(
-            f"drafter {system.drafter.name!r} draws from another distribution than "
-            f"Proposal.probs, {where(rows[row], output, system.num_draft)}"
+            f"drafter {drafting.system.drafter.name!r} draws from another distribution than "
+            f"Proposal.probs, {where(drafting.rows[row], output, drafting.system.num_draft)}"
         )
 
 
-def first_drafts(forced: Forced, offered: int | np.ndarray) -> Forced:
+def truncate_drafts(forced: Forced, offered: int | np.ndarray) -> Forced:
     """Returns the rounds with at most some drafts; the others are blank.
 
     Args:
@@ -147,7 +116,7 @@ def mixed_lengths(forced: Forced) -> list[Forced]:
     K = forced.proposal.tokens.shape[1]
     numbers = {item: i for i, item in enumerate(dict.fromkeys(forced.items))}
     number = np.asarray([numbers[item] for item in forced.items])
-    return [first_drafts(forced, (number + shift) % (K + 1)) for shift in range(K + 1)]
+    return [truncate_drafts(forced, (number + shift) % (K + 1)) for shift in range(K + 1)]
 
 
 def with_confidence(forced: Forced) -> Forced:
@@ -161,58 +130,43 @@ def with_confidence(forced: Forced) -> Forced:
     return forced._replace(proposal=proposal.replace(confidence=np.float32(confidence)))
 
 
-def _drawn(forced: Forced, wanted, i) -> list[int]:
-    """The tokens that are offered, and those that were pushed where none is."""
-    is_offered = np.asarray(forced.proposal.is_offered[i])
-    return np.where(is_offered, forced.proposal.tokens[i], wanted[i]).tolist()
-
-
-def _way(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
-    """The tokens on the path to a node, its own included."""
-    way = []
-    while node:
-        way.insert(0, draft[node - 1])
-        node = parents[node - 1]
-    return tuple(way)
-
-
-def _reports(system, rows, forced: Forced, wanted, parents, stated):
-    """The distribution f64[V] after each (prefix, way) at which a draft was offered."""
+def _reports(
+    drafting: Drafting, forced: Forced, drawn: Sequence[Sequence[int]], stated
+) -> dict[tuple[Item, tuple[int, ...]], np.ndarray]:
+    """The distribution f64[V] after each (prefix, path) at which a draft was offered."""
     reports = {}
     probs = np.asarray(forced.proposal.probs, np.float64)
-    name = system.drafter.name
-    K = system.num_draft
     is_offered = np.asarray(forced.proposal.is_offered)
-    for i, prefix in enumerate(forced.items):
-        draft = _drawn(forced, wanted, i)
-        row, output = prefix
-        for node in np.flatnonzero(is_offered[i]).tolist():
-            parent = parents[node]
-            key = prefix, _way(draft, parents, parent)
-            q = probs[i, parent]
-            if key not in reports:
-                if not (q.min() >= 0 and abs(q.sum() - 1) < 1e-3):
-                    raise CertificateError(
-                        f"drafter {name!r} reports {short(q)} as a distribution, after the drafts "
-                        f"{key[1]}, {where(rows[row], output, K)}"
+    for i, node in np.argwhere(is_offered).tolist():
+        prefix = forced.items[i]
+        row = drafting.rows[prefix[0]]
+        parent = drafting.parents[node]
+        path = path_tokens(drawn[i], drafting.parents, parent)
+        q = probs[i, parent]
+        known = reports.get((prefix, path))
+        wrong = None
+        if known is None:
+            reports[prefix, path] = q
+            if not (q.min() >= 0 and abs(q.sum() - 1) < 1e-3):
+                wrong = f"reports {short(q)} as a distribution,"
+            elif stated is not None:
+                should = stated(row, prefix[1], path)
+                off = _off(should, q)
+                token = int(off.argmax())
+                if off[token] > _SAME:
+                    wrong = (
+                        f"reports probability {probability(q[token])} for token {token} and "
+                        f"should report {probability(should[token])},"
                     )
-                reports[key] = q
-                if stated is not None:
-                    should = stated(rows[row], output, key[1])
-                    off = _off(should, q)
-                    token = int(off.argmax())
-                    if off[token] > _SAME:
-                        raise CertificateError(
-                            f"drafter {name!r} reports probability {probability(q[token])} for "
-                            f"token {token} and should report {probability(should[token])}, after "
-                            f"the drafts {key[1]}, {where(rows[row], output, K)}"
-                        )
-            elif _off(reports[key], q).max() > _SAME:
-                raise CertificateError(
-                    f"drafter {name!r} reports {short(q)} where it draws token {draft[node]}, and "
-                    f"{short(reports[key])} where it draws another: the report may not depend on "
-                    f"the draw; after the drafts {key[1]}, {where(rows[row], output, K)}"
-                )
+        elif _off(known, q).max() > _SAME:
+            wrong = (
+                f"reports {short(q)} where it draws token {drawn[i][node]}, and {short(known)} "
+                "where it draws another: the report may not depend on the draw;"
+            )
+        if wrong is not None:
+            place = where(row, prefix[1], drafting.system.num_draft)
+            name = drafting.system.drafter.name
+            raise CertificateError(f"drafter {name!r} {wrong} after the drafts {path}, {place}")
     return reports
 
 
@@ -234,7 +188,7 @@ def _weight(prefix, draft, is_dropped, reports, parents):
     """(draft, probability): tokens that are the drafter's choice, or never offered, are FREE."""
     drawn, draft, weight = draft, list(draft), 1.0
     for i, parent in enumerate(parents):
-        q = reports.get((prefix, _way(drawn, parents, parent)))
+        q = reports.get((prefix, path_tokens(drawn, parents, parent)))
         if q is None or (parent > 0 and is_dropped[parent - 1]):
             draft[i] = FREE
             continue
@@ -248,25 +202,14 @@ def _weight(prefix, draft, is_dropped, reports, parents):
 
 
 def check_draws(
-    system: decoding.System,
-    params: dict[str, Any],
-    rows: Sequence[Row],
-    prefixes: Sequence[tuple[int, tuple[int, ...]]],
-    num_tokens: int,
-    trials: int,
-    batch: int,
-    alpha: float,
+    drafting: Drafting, prefixes: Sequence[Item], trials: int, alpha: float
 ) -> tuple[float, int]:
     """Tests by chi-square that the drafter draws from what it reports, with noise of its own.
 
     Args:
-      system: target, drafter, rule and K.
-      params: ``{"target": ..., "draft": ...}``.
-      rows: prompts and samplers.
+      drafting: what drafts.
       prefixes: (row, output) before the rounds.
-      num_tokens: maximum tokens of an output.
-      trials: seeds for each prefix.
-      batch: rows drafted at once.
+      trials: seeds for each prefix, all drafted at once.
       alpha: smallest p-value that passes.
 
     Returns:
@@ -275,75 +218,54 @@ def check_draws(
     Raises:
       CertificateError: the draws have another distribution.
     """
-    parents = parents_of(system)
+    system = drafting.system
     tests = []
-    num_rounds = 0
-    contexts = make_contexts(
-        rows, prefixes, width_of(rows, num_tokens, system.num_draft), system.target.vocab_size
-    )
-    propose = jax.jit(lambda contexts: propose_afresh(system, params, contexts, None)[1])
-    for i, (row, output) in enumerate(prefixes):
-        index = np.full(trials, i)
+    contexts = drafting.contexts(prefixes)
+    propose = jax.jit(lambda *x: propose_afresh(system, drafting.params, x, None)[1])
+    for i, prefix in enumerate(prefixes):
         seeds = (np.arange(trials) + i * trials).astype(np.uint32)
-        tokens, length, sampler, draft_sampler = jax.tree.map(lambda x: x[index], contexts)
-        samplers = (sampler.replace(seed=seeds), draft_sampler.replace(seed=seeds))
-        proposal = in_chunks(propose, batch, (tokens, length, *samplers))
-        check_faults(system, rows, [prefixes[i]] * trials, proposal)
-        num_rounds += trials
-        for p_value, cell in _tests(proposal, parents):
-            tests.append((p_value, cell, row, output))
+        context = jax.tree.map(lambda x: np.repeat(x[i : i + 1], trials, axis=0), contexts)
+        tokens, length, *samplers = context
+        samplers = [sampler.replace(seed=seeds) for sampler in samplers]
+        proposal = jax.tree.map(np.asarray, propose(tokens, length, *samplers))
+        drafting.check_faults([prefix] * trials, proposal)
+        tests += [(fit, drafts, *prefix) for fit, drafts in _fits(proposal, drafting.parents)]
+    num_rounds = trials * len(prefixes)
     if not tests:
         return 1.0, num_rounds
-    p_value, cell, row, output = min(tests, key=lambda test: test[0])
-    p_value = min(1.0, p_value * len(tests))
+    fit, drafts, row, output = min(tests, key=lambda test: test[0].p_value)
+    p_value = min(1.0, fit.p_value * len(tests))
     if not p_value >= alpha:
-        drafts, token, seen, size, q = cell
         raise CertificateError(
-            f"drafter {system.drafter.name!r} draws token {token} with probability "
-            f"{probability(seen / size)} (of {size:,} draws) and reports {probability(q)}, after "
-            f"the drafts "
-            f"{drafts}, {where(rows[row], output, system.num_draft)}"
+            f"drafter {system.drafter.name!r} draws token {fit.token} with probability "
+            f"{probability(fit.seen / fit.size)} (of {fit.size:,} draws) and reports "
+            f"{probability(fit.expected / fit.size)}, after the drafts {drafts}, "
+            f"{where(drafting.rows[row], output, system.num_draft)}"
         )
     return p_value, num_rounds
 
 
-def _tests(proposal, parents):
-    """Yields the p-value of every node's tokens, given the drafts before, and the worst cell."""
+def _fits(proposal: Proposal, parents: Sequence[int]) -> Iterator[tuple[TableFit, tuple[int, ...]]]:
+    """Yields how the tokens of every node fit, and the drafts before the one that fits least."""
     tokens = np.asarray(proposal.tokens, np.int64)
     probs = np.asarray(proposal.probs, np.float64)
     V = probs.shape[2]
+    rows = np.arange(len(tokens))
     before = np.zeros(len(tokens), np.int64)
-    is_offered = np.asarray(proposal.is_offered)
     for i, parent in enumerate(parents):
-        offered = np.flatnonzero(is_offered[:, i])
-        statistic = 0.0
-        freedom = 0
-        cells = []
-        for code in np.unique(before[offered]):
-            at = offered[before[offered] == code]
-            q = probs[at, parent].mean(axis=0)
-            q[[tokens[at[0], j] for j in range(i) if parents[j] == parent]] = 0.0
-            if q.sum() <= 1e-9:
-                continue  # the drafter's own choice
-            q = q / q.sum()
-            seen = np.bincount(tokens[at, i], minlength=V)
-            drafts = _way(tokens[at[0]].tolist(), parents, parent)
-            for token in range(V):
-                off = (seen[token] - q[token] * len(at)) / np.sqrt(max(q[token] * len(at), 1e-3))
-                cells.append((abs(off), (drafts, token, int(seen[token]), len(at), q[token])))
-            if seen[q <= 1e-9].any():
-                statistic = np.inf
-            expected = q * len(at)
-            is_large = expected >= 5
-            rest = [x[~is_large].sum() for x in (seen, expected)]
-            alone = [(o, e) for o, e in zip(seen[is_large], expected[is_large])]
-            if rest[1] >= 5:
-                alone.append(tuple(rest))
-            if len(alone) > 1:
-                # Without a pooled rest the cells do not sum to the total, and lose no freedom.
-                statistic += sum((o - e) ** 2 / e for o, e in alone)
-                freedom += len(alone) - (rest[1] >= 5 or rest[1] <= 1e-9)
-        if cells and (freedom or np.isinf(statistic)):
-            worst = max(cells, key=lambda cell: cell[0])[1]
-            yield float(chi2.sf(statistic, max(freedom, 1))), worst
+        q = probs[:, parent].copy()
+        for j in range(i):
+            if parents[j] == parent:
+                q[rows, tokens[:, j]] = 0.0
+        total = q.sum(axis=1)
+        # Where nothing is left to draw from, the token is the drafter's own choice.
+        at = np.flatnonzero(np.asarray(proposal.is_offered)[:, i] & (total > 1e-9))
+        q = q[at] / total[at, None]
+        _, group = np.unique(before[at], return_inverse=True)
+        if V * _PER_CELL * (group.max(initial=0) + 1) > len(at):
+            group = np.zeros(len(at), np.int64)
+        if V * _PER_CELL <= len(at):
+            fit = fit_table(tokens[at, i], np.where(q > 1e-9, q, 0.0), group)
+            draft = tokens[at[group == fit.group][0]].tolist()
+            yield fit, path_tokens(draft, parents, parent)
         before = before * V + tokens[:, i]

@@ -22,7 +22,7 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.contracts import Drafter, Model, Rule
 from spec_jax.drafters.standalone.model import standalone
-from spec_jax.testing.certificate.forcing import DraftDistribution, Forced
+from spec_jax.testing.certificate.forcing import DraftDistribution, Drafting, Forced
 from spec_jax.testing.certificate.records import (
     CertificateError,
     Range,
@@ -305,13 +305,14 @@ def certify_rule(
             plain = plain_distribution(params["target"], row, 0, size, logits_of)
             starts += [(i, (0, *output.tolist())) for output in np.argwhere(plain > 0)]
     stated = draft_distribution or distribution_of_toy
-    forced = force_all(system, params, rows, starts, num_tokens, batch, stated)
+    drafting = Drafting(system, params, rows, num_tokens, batch)
+    forced = force_all(drafting, starts, stated)
     if forced is None:
         raise CertificateError(
             f"drafter {given.name!r} does not draw with Context.gumbel from a distribution that "
             "covers the tokens it should be able to draw"
         )
-    check_report(system, params, rows, forced, batch)
+    check_report(drafting, forced)
     rounds = [forced] if drafter else mixed_lengths(forced)
     of_target = functools.partial(logits_of, params["target"])
     return max(check_round(system, x, rows, of_target, tolerance).error for x in rounds)

@@ -11,7 +11,7 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Proposal
-from spec_jax.testing.certificate.forcing import matches_report, parents_of, propose_afresh
+from spec_jax.testing.certificate.forcing import Drafting, matches_report, propose_afresh
 from spec_jax.testing.certificate.loop import Loop
 from spec_jax.testing.certificate.records import CertificateError, short, where
 
@@ -115,6 +115,7 @@ def check_alone(loop: Loop, asked: Asked) -> int:
       CertificateError: the drafts differ, or their distributions.
     """
     count = min(_ALONE, len(asked.gumbel))
+    parents = Drafting(loop.system, loop.params, loop.rows).parents
     for b in range(count):
         context, gumbel, row = jax.tree.map(lambda x: x[b : b + 1], tuple(asked))
         _, alone = _propose_afresh(loop.system, loop.params, context, gumbel)
@@ -122,7 +123,7 @@ def check_alone(loop: Loop, asked: Asked) -> int:
         alike, off = _compare(alone, row)
         is_drawn = (alone.tokens == row.tokens).all()
         if alone.probs is not None:  # a near tie is drawn either way
-            is_drawn |= matches_report(alone, gumbel, parents_of(loop.system)).all()
+            is_drawn |= matches_report(alone, gumbel, parents).all()
         if not (alike.all() and (off <= _TOLERANCE).all() and is_drawn):
             tokens, length, *_ = context
             raise CertificateError(
@@ -135,6 +136,14 @@ def check_alone(loop: Loop, asked: Asked) -> int:
 
 @functools.partial(bounded_jit, static_argnames="system")
 def propose_next(system: decoding.System, params, state: decoding.DecodeState, gumbel):
+    """Returns what the drafter proposes next after a state, with given noise.
+
+    Args:
+      system: target, drafter, rule and K.
+      params: ``{"target": ..., "draft": ...}``.
+      state: of all rows.
+      gumbel: f32[B,K,V], the noise.
+    """
     context = system.context(
         state.tokens,
         state.length,

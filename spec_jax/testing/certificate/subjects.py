@@ -143,7 +143,14 @@ class Subject:
 
 
 def system_of(target: Model, drafter: Drafter, rule: Rule, num_draft: int) -> decoding.System:
-    """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree."""
+    """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree.
+
+    Args:
+      target: the target.
+      drafter: what drafts.
+      rule: what accepts.
+      num_draft: K of chains.
+    """
     num_draft = num_draft if drafter.tree is None else drafter.tree.num_nodes
     return decoding.System(target, drafter, rule, num_draft)
 

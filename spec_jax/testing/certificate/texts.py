@@ -8,7 +8,6 @@ of neighbouring seeds against the product of their distributions.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,10 +15,10 @@ import jax
 import numpy as np
 
 from spec_jax.decoding import Kind
-from spec_jax.testing.certificate.loop import Loop
+from spec_jax.testing.certificate.loop import Loop, distributions
 from spec_jax.testing.certificate.records import CertificateError, probability, settings_of
 from spec_jax.testing.certificate.states import propose_next
-from spec_jax.testing.oracles import Row, goodness_of_fit, reference_distribution
+from spec_jax.testing.oracles import Row, fit_table, goodness_of_fit, reference_distribution
 
 _PER_CELL = 50  # draws that a cell of a table should have on average
 _NEAR = 0.5  # share of the draft's distribution in the target's
@@ -101,28 +100,16 @@ def check_texts(
 
 
 def _distributions(output: np.ndarray, row: Row, logits_of) -> np.ndarray:
-    """f64[N,T,V], plain decoding's distribution of every token after the first."""
-    if not row.target.processors:  # it depends on the two tokens that a toy target reads
-        texts = np.concatenate([np.tile(row.prompt[-1:], (len(output), 1)), output], axis=1)
-        contexts, index = np.unique(
-            np.stack([texts[:, :-2], texts[:, 1:-1]], axis=2).reshape(-1, 2),
-            axis=0,
-            return_inverse=True,
-        )
-
-        def dist(text):
-            return reference_distribution(logits_of(text), row.target, (), ())
-
-        probs = np.asarray([dist(text) for text in contexts.tolist()])[index]
-        return probs.reshape(len(output), output.shape[1] - 1, -1)
-
-    @functools.cache
-    def dist_after(text):
-        return reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
-
-    return np.asarray(
-        [[dist_after(tuple(text[:t])) for t in range(1, len(text))] for text in output.tolist()]
-    )
+    """As ``distributions``, of which each depends on the two tokens that a toy target reads."""
+    if row.target.processors:
+        return distributions(output, row, logits_of)
+    texts = np.concatenate([np.tile(row.prompt[-1:], (len(output), 1)), output], axis=1)
+    pairs = np.stack([texts[:, :-2], texts[:, 1:-1]], axis=2).reshape(-1, 2)
+    contexts, index = np.unique(pairs, axis=0, return_inverse=True)
+    dists = [
+        reference_distribution(logits_of(text), row.target, (), ()) for text in contexts.tolist()
+    ]
+    return np.asarray(dists)[index].reshape(len(output), output.shape[1] - 1, -1)
 
 
 def _places(output, probs) -> Iterator[tuple[float, str]]:
@@ -172,18 +159,13 @@ def _test(which: str, is_tested, output, probs) -> Iterator[tuple[float, str]]:
         size -= 1
     before = [output[rows, places - i] for i in reversed(range(size))]
     group = np.ravel_multi_index(before, (V,) * size) if size else np.zeros_like(rows)
-    seen, expected = np.zeros((2, V**size, V))
-    np.add.at(seen, (group, output[rows, places + 1]), 1)
-    np.add.at(expected, group, probs[rows, places])
-    off = np.abs(seen - expected) / np.sqrt(np.maximum(expected, 1e-3))
-    group, token = np.unravel_index(off.argmax(), off.shape)
-    count = max(int(seen[group].sum()), 1)
-    chance, should = (probability(x[group, token] / count) for x in (seen, expected))
-    after = f" after {tuple(map(int, np.unravel_index(group, (V,) * size)))}" if size else ""
+    fit = fit_table(output[rows, places + 1], probs[rows, places], group)
+    text = tuple(map(int, np.unravel_index(fit.group, (V,) * size)))
+    chance, should = (probability(x / max(fit.size, 1)) for x in (fit.seen, fit.expected))
     yield (
-        goodness_of_fit(seen, expected / expected.sum()),
-        f"{which}{after} is {token} with probability {chance} and should be with {should}, "
-        f"measured in {count:,} draws",
+        fit.p_value,
+        f"{which}{f' after {text}' * bool(size)} is {fit.token} with probability {chance} and "
+        f"should be with {should}, measured in {fit.size:,} draws",
     )
 
 

@@ -82,12 +82,9 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     """
     size, K = forced.proposal.tokens.shape
     V = forced.logits.shape[2]
-    accept = functools.partial(_accept, rule)
 
     def run(index, noise):
-        return in_chunks(
-            lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
-        )
+        return _accept_all(rule, forced, index, noise, chunk)
 
     noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
     verdict, of_draft, _ = run(np.arange(size), noise)
@@ -257,7 +254,6 @@ def sample_verdicts(
     places = defaultdict(list)
     for i, item in enumerate(forced.items):
         places[item].append(i)
-    accept = functools.partial(_accept, rule)
     for indices in places.values():
         weights = forced.weights[indices] / forced.weights[indices].sum()
         index = free.choice(indices, size=trials, p=weights)
@@ -265,15 +261,19 @@ def sample_verdicts(
             free.random((trials, K), np.float32),
             free.gumbel(size=(trials, 1, V)).astype(np.float32),
         )
-        verdict, _, _ = in_chunks(
-            lambda index, noise: accept(*_gather(forced, index), noise), chunk, index, noise
-        )
+        verdict, _, _ = _accept_all(rule, forced, index, noise, chunk)
         for i, n, tokens in zip(index, verdict.n_accept, verdict.tokens):
             yield RoundOutcome(int(i), tuple(tokens[: n + 1].tolist()), 1 / trials, 0.0)
 
 
-def _gather(forced: Forced, index: np.ndarray):
-    return jax.tree.map(lambda x: x[index], (forced.logits, forced.contexts, forced.proposal))
+def _accept_all(rule: Rule, forced: Forced, index: np.ndarray, noise: Noise, chunk: int):
+    """What ``_accept`` returns of the rounds at ``index``, each with noise of its own."""
+
+    def run(index, noise):
+        rounds = (forced.logits, forced.contexts, forced.proposal)
+        return _accept(rule, *jax.tree.map(lambda x: x[index], rounds), noise)
+
+    return in_chunks(run, chunk, index, noise)
 
 
 @functools.partial(bounded_jit, static_argnames="rule", compiler_options=AS_WRITTEN)
