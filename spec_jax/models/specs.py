@@ -76,27 +76,31 @@ def linear_specs(
         table[f"{name}_bias"] = ParamSpec((d_out,), axes[1:], f"{hf}.bias", init="zeros")
 
 
-def attention_specs(config: Any, prefix: str) -> dict[str, ParamSpec]:
-    """Returns the weights of ``layers.attention``; their external names begin with ``prefix``."""
+def attention_specs(
+    config: Any, prefix: str, *, num_queries: int = 1, init: str = "residual"
+) -> dict[str, ParamSpec]:
+    """Returns the weights of ``layers.attention``.
+
+    Args:
+      config: the model's shape.
+      prefix: of the external names, with its last dot.
+      num_queries: how many outputs ``q`` has for each dimension of a query.
+      init: of ``o``, see ``ParamSpec``.
+    """
     D = config.hidden_size
     H = config.head_dim
     NH = config.num_attention_heads * H
     GH = config.num_key_value_heads * H
     table: dict[str, ParamSpec] = {}
-    bias = config.attention_bias
-    linear_specs(table, "q", D, NH, ("embed", "heads"), f"{prefix}q_proj", has_bias=bias)
-    linear_specs(table, "k", D, GH, ("embed", "kv_heads"), f"{prefix}k_proj", has_bias=bias)
-    linear_specs(table, "v", D, GH, ("embed", "kv_heads"), f"{prefix}v_proj", has_bias=bias)
-    linear_specs(
-        table,
-        "o",
-        NH,
-        D,
-        ("heads", "embed"),
-        f"{prefix}o_proj",
-        has_bias=config.has_output_bias,
-        init="residual",
-    )
+
+    def project(name, d_in, d_out, axes, has_bias, init="normal"):
+        hf = f"{prefix}{name}_proj"
+        linear_specs(table, name, d_in, d_out, axes, hf, has_bias=has_bias, init=init)
+
+    project("q", D, num_queries * NH, ("embed", "heads"), config.attention_bias)
+    project("k", D, GH, ("embed", "kv_heads"), config.attention_bias)
+    project("v", D, GH, ("embed", "kv_heads"), config.attention_bias)
+    project("o", NH, D, ("heads", "embed"), config.has_output_bias, init)
     if config.has_qk_norm:
         for name in ("q_norm", "k_norm"):
             table[name] = norm_spec(H, f"{prefix}{name}", "head_dim")

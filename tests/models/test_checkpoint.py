@@ -17,7 +17,6 @@ from spec_jax.inspection import inspect
 from spec_jax.loading import LoadedModel, load_draft, load_head, load_model, load_mtp, random_head
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
-from spec_jax.models.config import RopeConfig
 from spec_jax.models.families import read_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -129,52 +128,6 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(llama):
     assert_same(load_pretrained(llama)[0], random_weights(LLAMA))
 
 
-@pytest.mark.parametrize("type_key", ["rope_type", "type"])
-def test_both_spellings_of_the_rotary_keys_are_the_same_model(llama, type_key):
-    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaling |= dict(original_max_position_embeddings=64)
-    stated = {type_key: "llama3", **scaling}
-    edit_json(llama, lambda c: c.update(rope_parameters=stated | {"rope_theta": 5e5}))
-    new = read_config(llama)
-    edit_json(llama, lambda c: c.pop("rope_parameters"))
-    edit_json(llama, lambda c: c.update(rope_theta=5e5, rope_scaling=stated))
-    assert read_config(llama) == new
-    assert new.rope == RopeConfig("llama3", rope_theta=5e5, **scaling)
-
-
-def test_rotary_keys_have_the_usual_defaults(llama):
-    edit_json(llama, lambda c: c.pop("rope_parameters"))
-    assert read_config(llama).rope == RopeConfig(rope_theta=10000.0)
-    edit_json(llama, lambda c: c.update(rope_theta=7.0, rope_scaling=None))
-    assert read_config(llama).rope == RopeConfig(rope_theta=7.0)
-    yarn = dict(type="yarn", factor=4.0)
-    edit_json(llama, lambda c: c.update(rope_scaling=yarn, max_position_embeddings=99))
-    assert read_config(llama).rope.original_max_position_embeddings == 99
-    yarn["original_max_position_embeddings"] = 33
-    edit_json(llama, lambda c: c.update(rope_scaling=yarn))
-    assert read_config(llama).rope.original_max_position_embeddings == 33
-    edit_json(llama, lambda c: c.update(original_max_position_embeddings=None))
-    assert read_config(llama).rope.original_max_position_embeddings == 33  # null says nothing
-    edit_json(llama, lambda c: c.update(original_max_position_embeddings=77))
-    assert read_config(llama).rope.original_max_position_embeddings == 77  # at the top, it decides
-
-
-def test_absent_head_counts_have_the_usual_defaults(llama):
-    edit_json(llama, lambda c: (c.pop("num_key_value_heads"), c.pop("head_dim")))
-    config = read_config(llama)
-    assert (config.num_key_value_heads, config.head_dim) == (4, 4)
-
-
-def test_sizes_that_a_qwen_leaves_out_are_those_of_its_class(llama):
-    left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-    edit_json(llama, lambda c: [c.pop(name) for name in left_out])
-    for kind, head_dim in {"qwen2": 8, "qwen3": 128}.items():
-        sizes = dict(model_type=kind, hidden_size=512, num_attention_heads=64)
-        edit_json(llama, lambda c, sizes=sizes: c.update(sizes))
-        config = read_config(llama)
-        assert [getattr(config, name) for name in left_out] == [32, head_dim, 32768]
-
-
 def test_stop_tokens_may_be_a_list_and_those_of_generation_take_precedence(llama):
     assert read_config(llama).eos_token_id == ()
     edit_json(llama, lambda c: c.update(eos_token_id=3))
@@ -183,24 +136,6 @@ def test_stop_tokens_may_be_a_list_and_those_of_generation_take_precedence(llama
     assert read_config(llama).eos_token_id == (4, 9)
     (llama / "generation_config.json").unlink()
     assert read_config(llama).eos_token_id == (3,)
-
-
-@pytest.mark.parametrize("window", [None, LLAMA.max_position_embeddings])
-def test_a_mistral_whose_window_hides_no_token_is_a_llama(llama, window):
-    heads = dict(num_key_value_heads=8, num_attention_heads=8, head_dim=4)
-    edit_json(llama, lambda c: c.update(heads, sliding_window=window))
-    expected = read_config(llama)
-    edit_json(llama, lambda c: c.update(model_type="mistral", architectures=["MistralForCausalLM"]))
-    assert read_config(llama) == expected
-    edit_json(llama, lambda c: c.pop("num_key_value_heads"))  # 8 in a Mistral
-    assert read_config(llama) == expected
-
-
-def test_a_qwen2_whose_window_layers_begin_after_its_last_layer_sees_all(llama):
-    expected = read_config(llama)
-    windows = dict(use_sliding_window=True, sliding_window=8)
-    edit_json(llama, lambda c: c.update(windows, max_window_layers=LLAMA.num_hidden_layers))
-    assert read_config(llama) == expected
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"

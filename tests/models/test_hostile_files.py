@@ -94,9 +94,15 @@ def test_a_value_that_means_nothing_is_refused_with_its_file_key_and_value(tmp_p
             assert kind in MODULES or "config.json" in message
 
 
-YARN = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
 LENGTH, NO_ROPE = "original_max_position_embeddings", {"rope_scaling": None}
-SAME = {  # what other languages write, other spellings of nothing, and what each of them means
+YARN = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+YARN_33, ABSENT = {"rope_scaling": YARN | {LENGTH: 33}}, ...
+LLAMA3_SCALING = LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+HEADS = dict(num_key_value_heads=8, num_attention_heads=8, head_dim=4)
+WINDOW = LLAMA.max_position_embeddings
+QWEN = dict(hidden_size=512, num_attention_heads=64)
+QWEN_ABSENT = QWEN | dict.fromkeys(("num_key_value_heads", "head_dim"), ABSENT)
+SAME = {  # other spellings, and what is left out; and what each of them means
     "flags": (dict(tie_word_embeddings=1, attention_bias=0), dict(tie_word_embeddings=True)),
     "no window": (dict(use_sliding_window=0), {}),
     "a size": (dict(hidden_size=float(LLAMA.hidden_size)), {}),
@@ -109,10 +115,55 @@ SAME = {  # what other languages write, other spellings of nothing, and what eac
         dict(rope_scaling=YARN | {LENGTH: 4096.0, "truncate": 0}),
         dict(rope_scaling=YARN | {LENGTH: 4096}),
     ),
+    "no length of yarn": ({}, dict(rope_scaling=YARN | {LENGTH: LLAMA.max_position_embeddings})),
+    "a null length": (YARN_33 | {LENGTH: None}, YARN_33),
+    "one at the top": (YARN_33 | {LENGTH: 77}, dict(rope_scaling=YARN | {LENGTH: 77})),
     "no scaling": (dict(rope_scaling=False, hidden_act=""), NO_ROPE),
+    "no base": (NO_ROPE | dict(rope_theta=ABSENT), NO_ROPE | dict(rope_theta=10000.0)),
+    **{
+        f"{key} of an older spelling": (
+            dict(
+                rope_scaling=LLAMA3_SCALING | {"rope_type": ABSENT, key: "llama3"}, rope_theta=5e5
+            ),
+            dict(
+                rope_parameters=LLAMA3_SCALING | {"rope_theta": 5e5},
+                rope_scaling=ABSENT,
+                rope_theta=ABSENT,
+            ),
+        )
+        for key in ("rope_type", "type")
+    },
+    "no heads": (
+        dict(num_key_value_heads=ABSENT, head_dim=ABSENT),
+        dict(num_key_value_heads=4, head_dim=4),
+    ),
+    **{
+        f"no heads of {kind}": (
+            QWEN_ABSENT | dict(model_type=kind, max_position_embeddings=ABSENT),
+            QWEN
+            | dict(model_type=kind, num_key_value_heads=32, head_dim=head_dim)
+            | dict(max_position_embeddings=32768),
+        )
+        for kind, head_dim in (("qwen2", 8), ("qwen3", 128))
+    },
+    "a mistral": (HEADS | dict(model_type="mistral", sliding_window=None), HEADS),
+    "one whose window hides nothing": (
+        HEADS | dict(model_type="mistral", sliding_window=WINDOW, num_key_value_heads=ABSENT),
+        HEADS,
+    ),
+    "windows after the last layer": (
+        dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+        {},
+    ),
     "no stop token": (dict(eos_token_id=-1), dict(eos_token_id=None)),
     "one of two": (dict(eos_token_id=[2, -1]), dict(eos_token_id=2)),
 }
+
+
+def present(stated):
+    """An object without what is absent."""
+    stated = {n: present(x) if isinstance(x, dict) else x for n, x in stated.items()}
+    return {n: x for n, x in stated.items() if x is not ABSENT}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -121,7 +172,7 @@ def test_values_that_mean_what_was_expected_are_read_as_it(tmp_path, name):
     del hf["rope_parameters"]
     read = []
     for stated in SAME[name]:
-        (tmp_path / "config.json").write_text(json.dumps(hf | stated))
+        (tmp_path / "config.json").write_text(json.dumps(present(hf | stated)))
         read.append(read_config(tmp_path))
     assert read[0] == read[1]
     assert type(read[0].hidden_size) is type(read[0].max_position_embeddings) is int

@@ -13,15 +13,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import check_sizes, check_stop_tokens, check_supported
-from spec_jax.models.config import PartialRotary, RopeConfig, text_part
+from spec_jax.models.checks import check_sizes, check_supported
+from spec_jax.models.config import RopeConfig, text_part
 from spec_jax.models.families.qwen3_next import (
+    DeltaConfig,
     centred,
-    check_interval,
-    check_linear,
     kinds_by_type,
-    kinds_of_layers,
-    mixer_of,
     mlp_table,
     one_attention_layer,
     tables_by_kind,
@@ -30,7 +27,6 @@ from spec_jax.models.families.qwen3_next import mlp as experts
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import mlp
 from spec_jax.models.specs import ParamSpec, mlp_specs, outer_specs
-from spec_jax.models.ssm import MixerConfig
 
 _SPARSE = (
     "num_experts",
@@ -42,7 +38,7 @@ _MROPE = ("mrope_section", "mrope_interleaved")  # of text all sections have the
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Qwen35Config(PartialRotary):
+class Qwen35Config(DeltaConfig):
     """The shape of a Qwen3.5 language model. Field names are Hugging Face's.
 
     ``num_experts`` is None for dense layers, and ``intermediate_size`` for those of experts.
@@ -76,28 +72,16 @@ class Qwen35Config(PartialRotary):
     scan_layers: bool = False
 
     norm_topk_prob: ClassVar[bool] = True
-    has_zero_centred_norms: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = False
 
     def __post_init__(self):
         check_sizes(self, *(_SPARSE if self.is_sparse else ("intermediate_size",)))
-        self.settle()
-        self.settle_heads()
-        check_linear(self)
-        self.check_rotary()
-        kinds = kinds_of_layers(self.layer_types, self.num_hidden_layers)
-        object.__setattr__(self, "layer_types", kinds)
-        check_stop_tokens(self.eos_token_id, self.vocab_size)
+        super().__post_init__()
 
     @property
     def is_sparse(self) -> bool:
         """Whether the layers have a mixture of experts."""
         return self.num_experts is not None
-
-    @property
-    def mixer(self) -> MixerConfig:
-        """The shape of each delta net, see ``delta.delta_table``."""
-        return mixer_of(self)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen35Config:
@@ -116,7 +100,6 @@ class Qwen35Config(PartialRotary):
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = {n: x for n, x in hf[name].items() if n not in _MROPE}
-        check_interval(hf)
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:

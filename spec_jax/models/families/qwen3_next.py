@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,7 @@ from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, mix_experts, route
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import (
-    ParamSpec,
-    gated_specs,
-    layer_specs,
-    linear_specs,
-    norm_spec,
-    outer_specs,
-)
+from spec_jax.models.specs import ParamSpec, attention_specs, gated_specs, layer_specs, outer_specs
 from spec_jax.models.ssm import MixerConfig
 from spec_jax.sharding import repeat_heads
 
@@ -45,64 +38,83 @@ _LINEAR = (
 )
 
 
-def check_linear(config: Any) -> None:
-    """Raises a ConfigError if the sizes of linear attention are wrong."""
-    check_sizes(config, *_LINEAR)
-    many = config.linear_num_value_heads
-    few = config.linear_num_key_heads
-    if many % few:
-        raise ConfigError(
-            f"linear_num_value_heads {many} is not a multiple of linear_num_key_heads {few}"
-        )
+class DeltaConfig(PartialRotary):
+    """Mixin of configs whose layers are delta nets, or attend with a gate; each fourth by default.
 
-
-def check_interval(hf: Mapping[str, Any]) -> None:
-    """Raises a ConfigError if layers attend in another pattern that is not spelled out."""
-    every = hf.get("full_attention_interval")
-    if hf.get("layer_types") is None and every not in (None, 4):
-        raise ConfigError(
-            f"full_attention_interval is {shown(every)} without layer_types; expected 4"
-        )
-
-
-def kinds_of_layers(stated: Any, num_layers: int, has_states: bool = True) -> tuple[str, ...]:
-    """Returns the kind of each layer; unless stated, each fourth attends.
-
-    Args:
-      stated: ``layer_types`` of a config.json, or () where it is absent.
-      num_layers: L.
-      has_states: whether any layer may be a delta net.
-
-    Raises:
-      ConfigError: it is stated wrongly.
+    Without the sizes of linear attention (``linear_*``) every layer attends.
     """
-    if stated == ():
-        stated = [LINEAR if has_states and (i + 1) % 4 else FULL for i in range(num_layers)]
-    known = (LINEAR, FULL) if has_states else (FULL,)
-    is_list = isinstance(stated, (list, tuple)) and all(kind in known for kind in stated)
-    if not is_list or len(stated) != num_layers:
-        raise ConfigError(
-            f"layer_types is {shown(stated)}; expected {' or '.join(known)} for each of "
-            f"{num_layers} layers"
+
+    has_zero_centred_norms: ClassVar[bool] = True
+    has_qk_norm: ClassVar[bool] = True
+
+    def __post_init__(self):
+        self.settle()
+        self.settle_heads()
+        self.check_rotary()
+        if self.has_states:
+            check_sizes(self, *_LINEAR)
+            many = self.linear_num_value_heads
+            few = self.linear_num_key_heads
+            if many % few:
+                raise ConfigError(
+                    f"linear_num_value_heads {many} is not a multiple of linear_num_key_heads {few}"
+                )
+        L = self.num_hidden_layers
+        stated = self.layer_types
+        if stated == ():
+            stated = [LINEAR if self.has_states and (i + 1) % 4 else FULL for i in range(L)]
+        known = (LINEAR, FULL) if self.has_states else (FULL,)
+        is_list = isinstance(stated, (list, tuple)) and all(kind in known for kind in stated)
+        if not is_list or len(stated) != L:
+            raise ConfigError(
+                f"layer_types is {shown(stated)}; expected {' or '.join(known)} for each of "
+                f"{L} layers"
+            )
+        object.__setattr__(self, "layer_types", tuple(stated))
+        check_stop_tokens(self.eos_token_id, self.vocab_size)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the sizes of linear attention are known."""
+        return self.linear_num_value_heads is not None
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether o_proj has a bias."""
+        return self.attention_bias
+
+    @property
+    def mixer(self) -> MixerConfig | None:
+        """The shape of each delta net, see ``delta.delta_table``; None if there is none."""
+        if not self.has_states:
+            return None
+        return MixerConfig(
+            self.hidden_size,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
+            self.linear_key_head_dim,
+            self.linear_num_key_heads,
+            self.linear_conv_kernel_dim,
+            self.rms_norm_eps,
         )
-    return tuple(stated)
 
+    @classmethod
+    def of_fields(cls, hf: Mapping[str, Any]) -> Self:
+        """Calls ``PartialRotary.of_fields``, unless layers attend in a pattern that is not known.
 
-def mixer_of(config: Any) -> MixerConfig:
-    """The shape of each delta net of a config, see ``delta.delta_table``."""
-    return MixerConfig(
-        config.hidden_size,
-        config.linear_num_value_heads,
-        config.linear_value_head_dim,
-        config.linear_key_head_dim,
-        config.linear_num_key_heads,
-        config.linear_conv_kernel_dim,
-        config.rms_norm_eps,
-    )
+        Raises:
+          ConfigError: they do, or a field is missing or wrong.
+        """
+        every = hf.get("full_attention_interval")
+        if hf.get("layer_types") is None and every not in (None, 4):
+            raise ConfigError(
+                f"full_attention_interval is {shown(every)} without layer_types; expected 4"
+            )
+        return super().of_fields(hf)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Qwen3NextConfig(PartialRotary):
+class Qwen3NextConfig(DeltaConfig):
     """The shape of a Qwen3-Next model. Field names are Hugging Face's.
 
     Without the sizes of linear attention (``linear_*``), as for MTP modules, every layer attends.
@@ -135,28 +147,6 @@ class Qwen3NextConfig(PartialRotary):
     eos_token_id: tuple[int, ...] = ()
     scan_layers: bool = False
 
-    has_zero_centred_norms: ClassVar[bool] = True
-
-    def __post_init__(self):
-        self.settle()
-        self.settle_heads()
-        self.check_rotary()
-        if self.has_states:
-            check_linear(self)
-        kinds = kinds_of_layers(self.layer_types, self.num_hidden_layers, self.has_states)
-        object.__setattr__(self, "layer_types", kinds)
-        check_stop_tokens(self.eos_token_id, self.vocab_size)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the sizes of linear attention are known."""
-        return self.linear_num_value_heads is not None
-
-    @property
-    def mixer(self) -> MixerConfig | None:
-        """The shape of each delta net, see ``delta.delta_table``; None if there is none."""
-        return mixer_of(self) if self.has_states else None
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
         """Builds the config from a parsed config.json.
@@ -165,7 +155,6 @@ class Qwen3NextConfig(PartialRotary):
           ConfigError: an activation or a mixture is not supported, or a field is missing or wrong.
         """
         check_supported(hf, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[])
-        check_interval(hf)
         return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
@@ -173,26 +162,6 @@ class Qwen3NextConfig(PartialRotary):
         left_out = () if self.has_states else _LINEAR
         hf = self.as_hf("qwen3_next", "Qwen3NextForCausalLM", *left_out)
         return hf | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def attention_table(config: Any) -> dict[str, ParamSpec]:
-    """Returns the weights of ``attention``; ``q`` makes each head's query, then its gate."""
-    D = config.hidden_size
-    H = config.head_dim
-    NH = config.num_attention_heads * H
-    GH = config.num_key_value_heads * H
-    prefix = "model.layers.{i}.self_attn."
-    table: dict[str, ParamSpec] = {}
-    for name, d_in, d_out, axes in (
-        ("q", D, 2 * NH, ("embed", "heads")),
-        ("k", D, GH, ("embed", "kv_heads")),
-        ("v", D, GH, ("embed", "kv_heads")),
-        ("o", NH, D, ("heads", "embed")),
-    ):
-        hf = f"{prefix}{name}_proj"
-        linear_specs(table, name, d_in, d_out, axes, hf, has_bias=config.attention_bias)
-    norms = {name: norm_spec(H, f"{prefix}{name}", "head_dim") for name in ("q_norm", "k_norm")}
-    return table | norms
 
 
 def layer_tables(config: Qwen3NextConfig) -> list[dict[str, ParamSpec]]:
@@ -220,7 +189,9 @@ def tables_by_kind(
       feed: the weights of every layer's feed-forward part, without its norm.
       is_by_key_head: see ``delta.delta_table``.
     """
-    mixers = {FULL: attention_table(config)}
+    # ``q`` makes each head's query, then its gate.
+    attends = attention_specs(config, "model.layers.{i}.self_attn.", num_queries=2, init="normal")
+    mixers = {FULL: attends}
     if LINEAR in config.layer_types:
         prefix = "model.layers.{i}.linear_attn."
         mixers[LINEAR] = delta_table(config.mixer, prefix, is_by_key_head=is_by_key_head)
