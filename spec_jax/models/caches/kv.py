@@ -181,7 +181,7 @@ class KVCache(Snapshotted):
     """
 
     keys: jax.Array | tuple[jax.Array, ...]
-    values: jax.Array | tuple[jax.Array, ...]
+    values: jax.Array | tuple[jax.Array, ...] | None  # None: the keys are the values
     length: jax.Array  # i32[B], tokens fed
     # Attention reads all slots, so that its rounding does not depend on how far they are filled.
     is_read_whole: bool = flax.struct.field(pytree_node=False, default=False)
@@ -221,7 +221,8 @@ class KVCache(Snapshotted):
         """The logical axes of the arrays, see ``sharding``."""
         axes = self._array_axes
         arrays = axes if self.is_stacked else (axes,) * len(self.keys)
-        return self.replace(keys=arrays, values=arrays, length=P("batch"))
+        values = None if self.values is None else arrays
+        return self.replace(keys=arrays, values=values, length=P("batch"))
 
     @property
     def _array_axes(self) -> P:
@@ -241,7 +242,7 @@ class KVCache(Snapshotted):
     @property
     def arrays(self) -> tuple[Any, Any]:
         """Keys and values of all layers, as they are held."""
-        return self.keys, self.values
+        return self.keys, self.keys if self.values is None else self.values
 
     def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values of one layer, dtype[B,G,S,H] or dtype[B*G,S,H].
@@ -410,11 +411,12 @@ class KVCache(Snapshotted):
 
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
         """Returns copies of keys and values, one ``dtype[B,G,S,H]`` a layer, for a snapshot."""
-
-        def copies(arrays):
-            return tuple(map(jnp.copy, self._by_layer(arrays)))
-
-        return {"keys": copies(self.keys), "values": copies(self.values)}
+        held = {"keys": self.keys, "values": self.values}
+        return {
+            name: tuple(map(jnp.copy, self._by_layer(x)))
+            for name, x in held.items()
+            if x is not None
+        }
 
     def with_parts(self, parts: dict[str, tuple[jax.Array, ...]], length: jax.Array) -> KVCache:
         """Returns the cache with copies of the keys and values of ``parts``."""

@@ -49,10 +49,6 @@ class LatentCache(KVCache):
         keys = zeros(config, L, batch, copies, slots, config.latent_dim, dtype=dtype)
         return cls(keys, None, jnp.zeros((batch,), jnp.int32), kv_replication=copies)
 
-    def axes(self) -> LatentCache:
-        """The logical axes of the arrays, see ``sharding``."""
-        return super().axes().replace(values=None)
-
     def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys of one layer, which are its values too."""
         keys = self.keys[index if self.is_stacked or len(self.keys) > 1 else 0]
@@ -60,11 +56,6 @@ class LatentCache(KVCache):
         if keys.ndim == 4 and not self.is_stacked:
             keys = jax.lax.optimization_barrier(keys)
         return keys, keys
-
-    @property
-    def arrays(self) -> tuple[Any, Any]:
-        """The keys of all layers, which are their values too."""
-        return self.keys, self.keys
 
     def write(
         self, layer: int | jax.Array, keys: jax.Array, values: None, start: jax.Array
@@ -77,7 +68,3 @@ class LatentCache(KVCache):
         is_finite = jnp.isfinite(keys).all(axis=-1, keepdims=True)
         keys = jnp.where(is_finite, keys, jnp.where(is_last, jnp.nan, 0).astype(keys.dtype))
         return self.replace(keys=self._put(self.keys, layer, keys, start))
-
-    def parts(self) -> dict[str, tuple[jax.Array, ...]]:
-        """Returns copies of the keys, one ``dtype[B,1,S,C]`` a layer, for a snapshot."""
-        return {"keys": tuple(map(jnp.copy, self._by_layer(self.keys)))}

@@ -96,6 +96,10 @@ class LayerState:
         return LayerState(ssm, jax.vmap(last)(inputs, n))
 
 
+def _is_layer(node: Any) -> bool:
+    return isinstance(node, LayerState)
+
+
 @flax.struct.dataclass
 class StateCache(Snapshotted):
     """The states of all layers, stacked if the layers are scanned, and the number of tokens fed."""
@@ -158,19 +162,15 @@ class StateCache(Snapshotted):
 
     def _each(self, function: Callable[[LayerState], LayerState]) -> Any:
         """What a function makes of every layer, held as the layers are."""
-
-        def is_one(node):
-            return isinstance(node, LayerState)
-
         function = jax.vmap(function) if self.is_stacked else function
-        return jax.tree.map(function, self.layers, is_leaf=is_one)
+        return jax.tree.map(function, self.layers, is_leaf=_is_layer)
 
     def open_window(self, width: int) -> StateCache:
         """Makes room for a window of ``width`` tokens that several passes or layers fill.
 
         An open window stays as it is.
         """
-        if jax.tree.leaves(self.layers, is_leaf=lambda x: isinstance(x, LayerState))[0].window:
+        if jax.tree.leaves(self.layers, is_leaf=_is_layer)[0].window:
             return self
         return self.replace(layers=self._each(lambda layer: layer.open_window(width)))
 
@@ -187,13 +187,10 @@ class StateCache(Snapshotted):
     def insert_row(self, row: int | jax.Array, other: StateCache) -> StateCache:
         """Replaces row ``row`` by the only row of ``other``."""
 
-        def is_one(node):
-            return isinstance(node, LayerState)
-
         def put(ours, theirs):
             return ours.insert_row(row, theirs)
 
-        layers = jax.tree.map(put, self.layers, other.layers, is_leaf=is_one)
+        layers = jax.tree.map(put, self.layers, other.layers, is_leaf=_is_layer)
         return StateCache(layers, self.length.at[row].set(other.length[0]))
 
     def parts(self) -> dict[str, tuple[jax.Array, ...]]:
