@@ -32,7 +32,7 @@ from experiments.benchmarks import llama110m, peers, training
 from experiments.benchmarks.table import HEADER, Line
 from experiments.run import cli, report
 from spec_jax.errors import ConfigError, SpecJaxError
-from spec_jax.show.tables import Section, table
+from spec_jax.show.tables import Section, Table
 
 # Each has ``check(config)``, which raises ConfigError if a value of its section is out of range,
 # and ``measure(config, records) -> Result``, given the records of the parts before it by name.
@@ -91,42 +91,31 @@ def run(
         record["is_complete"] = len(errors) < len(set(parts))
     finally:  # whatever ends the run, what was measured is shown
         write(folder, record, lines, sections)
-        _show(record, lines, sections)
+        report.show(_sections(record, lines, sections))
         print(f"\n{folder / 'report.md'} written after {time.monotonic() - begin:.0f} s")
     if not record["is_complete"]:
         raise errors[0]
     return record
 
 
-def _show(record: dict, lines: Sequence[Line], sections: Sequence[Section]) -> None:
-    if lines:
-        print(table(HEADER, [line.cells() for line in lines]))
-    for section in sections:
-        print(f"\n{section.text()}")
-    print("".join(f"\nnote: {note}" for note in _notes(record)))
-
-
-def _notes(record: dict) -> list[str]:
+def _sections(record: dict, lines: Sequence[Line], sections: Sequence[Section]) -> list[Section]:
+    about = (
+        "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
+        "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise."
+    )
     notes = [*record["notes"], *report.load_note(record["environment"])]
     if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
         notes.append(f"the bars are for jax 0.12; on {jax.__version__} the figures are reported")
-    return notes
+    cells = [line.cells() for line in lines]
+    parts = [Section("", (about,), Table(HEADER, cells) if cells else None), *sections]
+    return parts + [Section("Notes", notes)] * bool(notes)
 
 
 def write(
     folder: pathlib.Path, record: dict, lines: Sequence[Line], sections: Sequence[Section] = ()
 ) -> None:
     """Writes report.json and report.md."""
-    text = report.document(
-        "Benchmark",
-        record,
-        "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
-        "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise.",
-        table(HEADER, [line.cells() for line in lines], is_markdown=True),
-        *(section.text(is_markdown=True) for section in sections),
-        *filter(None, ["\n".join(f"- {note}" for note in _notes(record))]),
-    )
-    report.finish(folder, record, text)
+    report.finish(folder, record, "Benchmark", _sections(record, lines, sections))
 
 
 def chosen(parts: Sequence[str] | None, has_peers: bool) -> Sequence[str] | None:

@@ -32,7 +32,7 @@ from spec_jax.meshes import make_mesh, parse_mesh
 from spec_jax.overlap.overlap import Devices, Overlap
 from spec_jax.rules import GREEDY
 from spec_jax.sampling import make_sampler
-from spec_jax.show.tables import Section
+from spec_jax.show.tables import Section, Table
 from spec_jax.testing import slow_model, toy_model, toy_params
 
 VOCAB_SIZE = 8
@@ -103,12 +103,10 @@ def run(
     )
     shown = Section(
         "Drafting beside verification",
-        ("measured", "value"),
-        [(name, f"{x:.3g}") for name, x in record.items()],
+        table=Table(("measured", "value"), [(name, f"{x:.3g}") for name, x in record.items()]),
     )
-    text = report.document("Overlap", head, shown.text(is_markdown=True))
-    report.finish(folder, head | record, text)
-    print(shown.text())
+    report.finish(folder, head | record, "Overlap", [shown])
+    report.show([shown])
     return record
 
 

@@ -44,6 +44,7 @@ from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import find_config
 from spec_jax.planning.roofline import Setting
 from spec_jax.progress import Progress
+from spec_jax.show.tables import Section
 
 # Without a TPU, its library looks for one in the cloud, locks itself and writes pages of warnings.
 _LIBTPU = {
@@ -270,9 +271,10 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
         "best": plan_report.best(cells),
         "peak_memory_bytes": memory.peak_bytes(),
     }
-    text = report.document("Plan", result, plan_report.text(result, is_markdown=True))
-    report.finish(folder, result, text)
-    print(plan_report.text(result))
+    sections = plan_report.sections(result)
+    sections += [Section("Speed-up by batch", figure="plan.png")] * is_decoding
+    report.finish(folder, result, "Plan", sections)
+    report.show(sections)
     if is_decoding:
         plan_report.plot(folder / "plan.png", cells)
     print(f"{folder / 'report.md'}{' and plan.png' if is_decoding else ''} written")

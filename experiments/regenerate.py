@@ -45,6 +45,7 @@ from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, check_effect
 from spec_jax.loading import DTYPES, load_model
 from spec_jax.progress import Progress
+from spec_jax.show.tables import Section
 
 # Changes of these change no response; of the latter only in float32, since in bfloat16 the order
 # of a sum decides near ties.
@@ -308,8 +309,8 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
                 "acceptance_rate": stats.acceptance_rate,
             },
         }
-    blocks = [*said(result), *notes]
-    report.finish(folder, result, report.document("Responses of the target", result, *blocks))
+    sections = [Section("", [*said(result), *notes])]
+    report.finish(folder, result, "Responses of the target", sections)
     return result
 
 

@@ -28,7 +28,7 @@ from spec_jax.evaluation.prompts import cut_note, fit
 from spec_jax.evaluation.timing import measure_all
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.checkpoint import save_pretrained
-from spec_jax.show.tables import Section
+from spec_jax.show.tables import Section, Table
 
 OURS = "spec_jax"
 THEIRS = "transformers"
@@ -369,8 +369,11 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
         for side, peak in measured.peak_bytes.items()
     ]
     return [
-        Section("Peers", header, rows, _NUMBERS),
-        Section("Peers' processes", ("dtype", "system", "peak memory, MB"), processes, _NUMBERS),
+        Section("Peers", table=Table(header, rows, _NUMBERS)),
+        Section(
+            "Peers' processes",
+            table=Table(("dtype", "system", "peak memory, MB"), processes, _NUMBERS),
+        ),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from spec_jax.engine.decoder import Generation
 from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.bench import Bench, CellOutput, Run
 from spec_jax.evaluation.cells import Cell
-from spec_jax.evaluation.compare import Tally
+from spec_jax.evaluation.compare import CellRun
 from spec_jax.loading import LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.sharding import replicate
@@ -74,29 +75,35 @@ def pack(
 
 
 def key_of(cell: Cell, batch: int, question: str) -> dict[str, Any]:
-    """Returns the part of a line that says what it answers, and how."""
+    """Returns the part of a line that says what it answers, and how.
+
+    Args:
+      cell: What decodes.
+      batch: Prompts that are decoded together.
+      question: The name of the question.
+    """
     return {"cell": cell.label, **cell._asdict(), "batch": batch, "question": question}
 
 
 def turn_of(
-    tally: Tally, prompt: int, index: int, text: str, probs: Probabilities | None
+    cell_run: CellRun, prompt: int, index: int, text: str, probs: Probabilities | None
 ) -> dict[str, Any]:
     """Returns the entry of a line's ``turns`` for one prompt.
 
     Args:
-      tally: What the cell has done.
+      cell_run: What the cell has done.
       prompt: The index of the prompt.
       index: That of its batch.
       text: The text of the prompt.
       probs: Computes the target's probabilities; None to leave them out.
     """
-    bench = tally.bench
-    run = tally.runs[index]
-    row: Generation = tally.rows[prompt]
+    bench = cell_run.bench
+    run = cell_run.runs[index]
+    row: Generation = cell_run.rows[prompt]
     trace = row.trace
     tokens = [*row.tokens]
     shown = trace.shown(tokens)
-    temperature = tally.cell.temperature
+    temperature = cell_run.cell.temperature
     found = (None, None) if probs is None else probs(bench.prompts[prompt], tokens, temperature)
     return {
         "prompt": text,
@@ -106,12 +113,12 @@ def turn_of(
         "kinds": [*trace.kinds[: len(tokens)]],
         "offered": [*trace.offered[: len(tokens)]],
         "rejected": [token.rejected for token in shown],
-        "decode_s": [round(s, 6) for s in tally.times_s[index]],
+        "decode_s": [round(s, 6) for s in cell_run.times_s[index]],
         "prefill_s": round(run.prefill_s, 6),
         "finish": row.finish_reason,
         "probs": found[0],
         "alternatives": found[1],
-        "counts": {name: x for name, x in row.stats.to_dict().items() if name in _COUNTS},
+        "counts": {name: getattr(row.stats, name) for name in _COUNTS},
         **({"seen": {name: x.tolist() for name, x in row.seen.items()}} if row.seen else {}),
     }
 
@@ -122,23 +129,7 @@ def text_of(target: LoadedModel, ids: Sequence[int]) -> str:
     return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
 
-_COUNTS = (
-    "emitted",
-    "first",
-    "accepted",
-    "corrected",
-    "bonus",
-    "rounds",
-    "drafted_at",
-    "cut_at",
-    "reached_at",
-    "accepted_at",
-    "lengths",
-    "n1_fallbacks",
-    "undrafted_rounds",
-    "nan_drafts",
-    "expected_at",
-)
+_COUNTS = [field.name for field in dataclasses.fields(Stats) if not field.name.endswith("_s")]
 
 
 def _saved(turn: Mapping[str, Any]) -> CellOutput:
@@ -161,19 +152,19 @@ def checked(line: Mapping[str, Any]) -> Mapping[str, Any]:
     return line
 
 
-def restore(tally: Tally, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:
-    """Puts a batch that was measured earlier into a tally.
+def restore(cell_run: CellRun, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:
+    """Puts a batch that was measured earlier into a ``CellRun``.
 
     Args:
-      tally: Of the cell.
+      cell_run: Of the cell.
       index: The index of the batch.
       turns: The entries of ``turns`` of its prompts, by index.
     """
-    chosen = tally.bench.chosen(index)
+    chosen = cell_run.bench.chosen(index)
     rows = {i: _saved(turns[i]) for i in set(chosen)}
     first = turns[chosen[0]]
-    tally.runs[index] = _run(first, [rows[i] for i in chosen])
-    tally.times_s[index] = [*first["decode_s"]]
+    cell_run.runs[index] = _run(first, [rows[i] for i in chosen])
+    cell_run.times_s[index] = [*first["decode_s"]]
 
 
 class Probabilities:

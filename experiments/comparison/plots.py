@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.comparison.report import best_cells
-from experiments.run.plots import TITLE, look_of, panels, whole_numbers
+from experiments.run.plots import look_of, panels, whole_numbers
 from spec_jax.evaluation.costs import Costs, predict
 from spec_jax.evaluation.results import CellResult
 from spec_jax.intervals import Interval
@@ -47,27 +47,27 @@ def _beside(number: int, count: int, room: float = 0.5) -> float:
 def _points(
     axis: Any,
     look: dict[str, Any],
-    points: Mapping[str, tuple[float, Interval]],
+    places: Sequence[float],
+    figures: Sequence[Interval],
     *,
     is_across: bool = False,
 ) -> None:
-    """Draws figures with bars; on the page each point has a text of its own.
+    """Draws figures with bars, which a figure without an interval does not have.
 
     Args:
       axis: The panel.
       look: Colour and marker.
-      points: By what is measured, where each point is, and the figure, which has no bar where it
-        has no interval.
+      places: Where each figure is.
+      figures: The figures.
       is_across: Whether figures are horizontal.
     """
+    value, low, high = np.asarray(figures, float).reshape(-1, 3).T
+    error = np.nan_to_num(np.maximum([value - low, high - value], 0))
     look = look | {"linestyle": "", "capsize": 3}
-    for name, (place, figure) in points.items():
-        value = figure.value
-        low, high = figure.bounds
-        error = np.nan_to_num(np.maximum([[value - low], [high - value]], 0))
-        bar = {"xerr": error} if is_across else {"yerr": error}
-        at = ([value], [place]) if is_across else ([place], [value])
-        axis.errorbar(*at, **bar, **look).lines[0].set_gid(f"{TITLE}{name}: {figure:.2f}")
+    if is_across:
+        axis.errorbar(value, places, xerr=error, **look)
+    else:
+        axis.errorbar(places, value, yerr=error, **look)
 
 
 def _draw(
@@ -101,6 +101,11 @@ def plot_speedup(
     """Draws the speed-up over K: measured points with their 95 % intervals, and predicted lines.
 
     A bar that is longer than the plot is high is cut off.
+
+    Args:
+      path: The PNG file.
+      results: Of one batch size.
+      costs: The costs of passes by dtype.
     """
     top = 1.0
 
@@ -111,8 +116,9 @@ def plot_speedup(
         for number, s in enumerate(series):
             last = s.results[-1]
             beside = _beside(number, len(series))
-            _points(axis, s.look, {r.cell.name: (r.cell.k + beside, r.speedup) for r in s.results})
-            figures = [r.speedup for r in s.results]  # a bar that is much longer is cut off
+            figures = [r.speedup for r in s.results]
+            _points(axis, s.look, [r.cell.k + beside for r in s.results], figures)
+            # A bar that is much longer is cut off.
             ends = [x for i in figures for x in (i.value, min(i.high, 2 * i.value))]
             known = None if last.cell.tree else costs.get(last.cell.dtype)  # none for trees
             if known is not None:
@@ -145,8 +151,7 @@ def plot_acceptance(path: pathlib.Path, results: Sequence[CellResult]) -> None:
             rates = [x.value for x in last.acceptance]
             places = [i + _beside(number, len(series)) for i in range(1, 1 + len(rates))]
             axis.plot(places, rates, label=f"{s.label}, K={last.cell.k}", **s.look)
-            names = [f"{last.cell.name}, position {i}" for i in range(1, 1 + len(rates))]
-            _points(axis, s.look, dict(zip(names, zip(places, last.acceptance))))
+            _points(axis, s.look, places, last.acceptance)
             expected = last.stats.expected_by_position
             if expected:
                 has_expected = True
@@ -169,10 +174,9 @@ def plot_batches(path: pathlib.Path, results: Sequence[CellResult]) -> None:
     def draw(axis, results):
         axis.axhline(1, color="0.45", linewidth=1)
         for number, s in enumerate(_series(results, is_by_cell=True)):
-            points = {r.batch: (r.batch * 1.02**number, r.speedup) for r in s.results}
-            line = [(place, speedup.value) for place, speedup in points.values()]
-            axis.plot(*zip(*line), label=s.label, **s.look)
-            _points(axis, s.look, {f"{s.label}, batch {b}": x for b, x in points.items()})
+            places = [r.batch * 1.02**number for r in s.results]
+            axis.plot(places, [r.speedup.value for r in s.results], label=s.label, **s.look)
+            _points(axis, s.look, places, [r.speedup for r in s.results])
         whole_numbers(axis, sizes)
         axis.set_ylim(0, _WIDEST * _largest(results))
 
@@ -189,12 +193,9 @@ def plot_categories(path: pathlib.Path, results: Sequence[CellResult]) -> None:
         series = _series(results, is_by_cell=True)
         for number, s in enumerate(series):
             beside = _beside(number, len(series), 0.7)
-            parts = s.results[0].categories
-            points = {
-                f"{s.label}, {name}": (i + beside, parts[name].speedup)
-                for i, name in enumerate(names)
-            }
-            _points(axis, s.look | {"markersize": 4}, points, is_across=True)
+            figures = [s.results[0].categories[name].speedup for name in names]
+            places = [i + beside for i in range(len(names))]
+            _points(axis, s.look | {"markersize": 4}, places, figures, is_across=True)
             axis.plot([], [], label=s.label, **s.look | {"linestyle": ""})
         axis.set(xlim=(0, end), ylim=(len(names) - 0.5, -0.5))
         axis.set_yticks(range(len(names)), names)
@@ -210,8 +211,8 @@ def plot_predicted(path: pathlib.Path, results: Sequence[CellResult]) -> None:
     def draw(axis, results):
         axis.plot([0, end], [0, end], ":", color="0.45", linewidth=1)
         for s in _series(results):
-            points = {r.cell.name: (r.predicted_speedup, r.speedup) for r in s.results}
-            _points(axis, s.look, points)
+            predicted = [r.predicted_speedup for r in s.results]
+            _points(axis, s.look, predicted, [r.speedup for r in s.results])
             axis.plot([], [], label=s.label, **s.look | {"linestyle": ""})
         axis.set(xlim=(0, end), ylim=(0, end))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import pathlib
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.prompts import PromptEncoder
 from spec_jax.evaluation.results import CellResult
 from spec_jax.evaluation.summary import (
-    MEANINGS,
+    COLUMNS,
     conclusions,
     counted_sections,
     interval_text,
@@ -25,38 +24,12 @@ from spec_jax.evaluation.summary import (
     number,
     results_table,
 )
-from spec_jax.show.tables import Section, table
+from spec_jax.show.tables import Entry, Section, Table
 
 if TYPE_CHECKING:
     from spec_jax.testing import RowAudit
 
-_FILL = functools.partial(textwrap.fill, width=100, break_on_hyphens=False)
-_HANGING = {"subsequent_indent": " " * 18}  # of the meanings of columns
-_AUDIT = (
-    "method",
-    "K",
-    "T",
-    "rows",
-    "identical",
-    "not examined",
-    "rounding",
-    "bug",
-    "farthest from float32",
-)
-_AUDIT_MEANING = (
-    "Audit: rows that differ from plain decoding, explained by rounding or by nothing but a bug; "
-    "not examined: rows of which only the tokens were compared; "
-    "farthest from float32: how far the logits that any of their tokens was chosen from lie from a "
-    "pass in float32, over how far rounding alone moves them (more than 3 is a bug)."
-)
-_MORE = {  # columns of the other tables
-    "accepted at i": "acceptance at position i, given that all earlier drafts were accepted",
-    "looping": "share of the tokens that repeat in loops",
-    "round": "mean time of a round: verify, a pass of K + 1 tokens; draft, what its K draft passes "
-    "add to it in a loop of both; and the rest; of plain decoding, a token",
-    "pass / target's": "a draft pass after the first of a round over a target pass of one token; "
-    "? = not significant",
-}
+_ROUND_PARTS = ("verify", "draft", "rest")
 
 
 def start(setup: Setup) -> dict[str, Any]:
@@ -119,7 +92,13 @@ def describe_costs(costs: Costs) -> list[str]:
 
 
 def describe_difference(result: CellResult, difference: RowAudit, dtype: str) -> str:
-    """Returns a sentence on where a row diverges from plain decoding, and whether by rounding."""
+    """Returns a sentence on where a row diverges from plain decoding, and whether by rounding.
+
+    Args:
+      result: Of the cell.
+      difference: What was found of the row.
+      dtype: Of the weights, where the cell has none.
+    """
     text = (
         f"{_place(result)}: row {difference.row} diverges from plain decoding at token "
         f"{difference.at}"
@@ -150,7 +129,15 @@ def notes(
     setup: Setup,
     num_cut: int,
 ) -> list[str]:
-    """Returns what a reader must know beside the numbers, after ``rep["notes"]``."""
+    """Returns what a reader must know beside the numbers, after ``rep["notes"]``.
+
+    Args:
+      rep: The report so far.
+      results: What was measured of each cell.
+      costs: The costs of passes by batch size and dtype.
+      setup: What was decoded.
+      num_cut: The number of prompts that lost their beginning.
+    """
     lines = [*rep["notes"], *report.load_note(rep["environment"])]
     dtype = setup.config.dtype
     if narrow := [name for name in dtype.split(",") if name != "float32"]:
@@ -222,65 +209,101 @@ def best_cells(results: Sequence[CellResult]) -> list[CellResult]:
     return list(best.values())
 
 
-def sections(results: Sequence[CellResult]) -> list[Section]:
-    """Returns the tables after the first one."""
+def sections(
+    rep: Mapping[str, Any],
+    results: Sequence[CellResult],
+    profiles: Mapping[str, profile.RoundProfile],
+    figures: Collection[str],
+) -> list[Section]:
+    """Returns the report: what was measured, by section, and the notes.
+
+    Args:
+      rep: What report.json holds.
+      results: What was measured of each cell.
+      profiles: Where the time of rounds goes, by cell.
+      figures: The names of the plots.
+    """
     shown = first_batch(results)
-    tables = [_acceptance(shown), *counted_sections(shown)]
+    parts = [_methods(results, rep["config"]["repeats"])] if results else []
+    if "speedup.png" in figures:
+        text = (
+            "Points are measured, with their 95 % intervals; lines are predicted from acceptance "
+            "and the costs of passes. Hollow points are trees."
+        )
+        parts.append(Section("Speed-up over K", [text], figure="speedup.png"))
+    parts += [_acceptance(shown), *counted_sections(shown)]
     for temperature in dict.fromkeys(r.cell.temperature for r in shown):
-        group = [r for r in shown if r.cell.temperature == temperature]
-        if group[0].categories:
-            tables += _categories(group, temperature)
+        parts += _categories([r for r in shown if r.cell.temperature == temperature])
     if len(by_batch(results)) > 1:
-        tables.append(curve(results))
-    return [*tables, _rounds(shown)]
+        parts.append(_curve(results))
+    parts += [_rounds(shown), *_differences(shown)]
+    parts += [_audit(rep["audit"])] if rep.get("audit") else []
+    parts += [*profile.sections(profiles), Section("Notes", rep["notes"], is_brief=True)]
+    drawn = [s if s.figure in figures else s._replace(figure="") for s in parts]
+    return [s for s in drawn if s.figure or (s.table.rows if s.table else s.text)]
+
+
+def _methods(results: Sequence[CellResult], repeats: int) -> Section:
+    text = "Each row took turns with plain decoding on the same prompts."
+    found = results_table(results)
+    terms = {name: COLUMNS[name] for name in found.header if name not in ("rule", "batch")}
+    terms["tok/s"] += f"; the median of {repeats} turns counts"
+    return Section("Every method", [text], found, terms, is_brief=True)
 
 
 def _acceptance(shown: Sequence[CellResult]) -> Section:
-    rows = []
     widest = max((len(r.acceptance) for r in shown), default=0)
+    rows = []
     for r in (r for r in shown if not r.cell.is_plain):
-        accepted = [f"{x:.2f}" for x in r.acceptance]
-        padding = [""] * (widest - len(accepted))
-        rows.append(
-            [
-                r.cell.name,
-                f"{r.cell.temperature:g}",
-                f"{r.tau:.2f}",
-                *accepted,
-                *padding,
-                f"{r.looping_share:.0%}",
-            ]
-        )
+        accepted = [f"{x:.2f}" for x in r.acceptance] + [""] * (widest - len(r.acceptance))
+        start = [r.cell.name, f"{r.cell.temperature:g}", f"{r.tau:.2f}"]
+        rows.append([*start, *accepted, f"{r.looping_share:.0%}"])
     header = ["method", "T", "tau", *(f"accepted at {i}" for i in range(1, widest + 1)), "looping"]
-    return Section("Tokens per target pass", header, rows, ("T", "looping"))
+    terms = {
+        "accepted at i": "acceptance at position i, given that all earlier drafts were accepted; "
+        "of a tree, by level",
+        "looping": "share of the tokens that repeat in loops",
+    }
+    found = Table(header, rows, ("T", "looping"))
+    return Section("Tokens per target pass", (), found, terms, "acceptance.png")
 
 
-def _categories(group: Sequence[CellResult], temperature: float) -> list[Section]:
-    """Returns speed-ups and tau by category, a column for each method."""
+def _categories(group: Sequence[CellResult]) -> list[Section]:
+    """Returns speed-ups and tau by category at one temperature, a column for each method."""
     drafted = [r for r in group if not r.cell.is_plain]
     known = group[0].categories
+    if not (known and drafted):
+        return []
     total = sum(part.questions for name, part in known.items() if part.group == name)
 
-    def section(what: str, figure: Callable[[Any], Any]) -> Section:
-        def text(of):
-            return (f"{figure(of(r)):.2f}" for r in drafted)
-
-        def line(name, count, of):
-            return [name, str(count), *text(of)]
-
-        rows = [line(n, x.questions, lambda r, n=n: r.categories[n]) for n, x in known.items()]
-        rows.append(line("all", total, lambda r: r))
-        title = f"{what} by category, temperature {temperature:g}"
+    def section(what: str, entry: Callable[[Any], str | Entry]) -> Section:
+        rows = [
+            [name, str(part.questions), *(entry(r.categories[name]) for r in drafted)]
+            for name, part in known.items()
+        ]
+        rows.append(["all", str(total), *map(entry, drafted)])
+        title = f"{what} by category, temperature {group[0].cell.temperature:g}"
         header = ["category", "questions", *(r.cell.name for r in drafted)]
-        return Section(title, header, rows, ("questions",))
+        return Section(title, table=Table(header, rows, ("questions",)))
 
-    tables = [section("Tau", lambda x: x.tau)]
-    if next(iter(known.values())).speedup is not None:
-        tables.insert(0, section("Speed-up", lambda x: x.speedup))
-    return tables
+    def speedup(part):
+        return Entry(f"{part.speedup:.2f}", shade=shade(part.speedup.value))
+
+    tau = section("Tau", lambda part: f"{part.tau:.2f}")
+    if next(iter(known.values())).speedup is None:
+        return [tau]
+    is_first = group[0].cell.temperature == 0
+    return [section("Speed-up", speedup)._replace(figure="categories.png" * is_first), tau]
 
 
-def curve(results: Sequence[CellResult]) -> Section:
+def shade(speedup: float) -> float | None:
+    """Returns the background of a speed-up, see ``Entry``: the farther from 1 the stronger."""
+    if not math.isfinite(speedup) or speedup <= 0:
+        return None
+    return max(-1.0, min(1.0, math.log2(speedup) / math.log2(2.5)))
+
+
+def _curve(results: Sequence[CellResult]) -> Section:
     """Returns the speed-up of each cell by batch size, and where it pays."""
     groups = by_batch(results)
     rows = []
@@ -288,8 +311,12 @@ def curve(results: Sequence[CellResult]) -> Section:
         same = [next((r for r in g if r.cell == first.cell), None) for g in groups.values()]
         values = [r and f"{r.speedup.value:.2f}x ({interval_text(r)})" or "–" for r in same]
         rows.append([first.cell.name, f"{first.cell.temperature:g}", *values, pays_at(same)])
+    text = (
+        "A larger batch fills the processor with rows, and a verify pass is no longer nearly free."
+    )
     header = ["method", "T", *(f"batch {b}" for b in groups), "pays"]
-    return Section("Speed-up by batch size", header, rows, ("T",))
+    found = Table(header, rows, ("T",))
+    return Section("Speed-up by batch size", [text], found, figure="batches.png")
 
 
 def pays_at(results: Sequence[CellResult | None]) -> str:
@@ -302,45 +329,47 @@ def pays_at(results: Sequence[CellResult | None]) -> str:
 
 
 def _rounds(shown: Sequence[CellResult]) -> Section:
+    timed = [(r, r.round_time) for r in shown if r.round_time is not None]
+    plain_ms = {r.cell.temperature: time.round_ms for r, time in timed if r.cell.is_plain}
+    even_ms = [r.tau.value * plain_ms.get(r.cell.temperature, math.nan) for r, _ in timed]
+    ends = [x for (_, time), even in zip(timed, even_ms) for x in (time.round_ms, even)]
+    end = 1.02 * max((x for x in ends if math.isfinite(x)), default=1.0)
     rows = []
-    for r in (r for r in shown if r.round_time is not None):
-        time = r.round_time
-        predicted = r.predicted_speedup
-        ratio = None if not predicted or r.cell.is_plain else r.speedup.value / predicted
+    for (r, time), even in zip(timed, even_ms):
+        parts = (time.verify_ms, time.draft_ms, time.rest_ms)
+        sums = np.cumsum([0, *(max(ms or 0.0, 0.0) for ms in parts)]) / end
+        bar = [(f"s{i}", *ends) for i, ends in enumerate(zip(sums, sums[1:]))]
+        bar += [("tick", even / end, even / end)] * (even <= end)
+        ratio = r.speedup.value / r.predicted_speedup if r.predicted_speedup else None
         mark = "" if time.is_draft_cost_significant else " ?"
-        parts = (time.round_ms, time.verify_ms, time.draft_ms, time.rest_ms)
+        of_plain = r.cell.is_plain
         rows.append(
             [
                 r.cell.name,
                 f"{r.cell.temperature:g}",
-                *(number(ms, ".3f") for ms in parts),
+                Entry(number(time.round_ms, ".3f"), bar=bar if time.verify_ms else ()),
+                *(Entry(number(ms, ".3f"), f"key s{i}") for i, ms in enumerate(parts)),
                 number(time.draft_cost, ".3f") + mark,
-                number(predicted),
-                number(ratio),
+                "–" if of_plain else number(r.speedup.value),
+                number(r.predicted_speedup),
+                number(None if of_plain else ratio),
             ]
         )
-    header = [
-        "method",
-        "T",
-        "round, ms",
-        "verify",
-        "draft",
-        "rest",
-        "pass / target's",
-        "predicted",
-        "measured / predicted",
-    ]
-    return Section("Where a round's time goes", header, rows, header[1:])
-
-
-def legend(results: Sequence[CellResult], config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what each column means, as ``(column, meaning)``."""
-    repeats = f"; the median of {config['repeats']} turns counts"
-    meanings = {**MEANINGS, "tok/s": MEANINGS["tok/s"] + repeats}
-    shown = ["K", "T", "tau", "accepted at 1, 2, 3 …", "tok/s", "plain tok/s", "95 % interval"]
-    if any(r.cell.tree for r in results):
-        shown = ["method", *shown]
-    return [(name, meanings[name]) for name in [*shown, "predicted", "identical"]]
+    header = ["method", "T", "round, ms", *_ROUND_PARTS, "pass / target's", "measured"]
+    header += ["predicted", "measured / predicted"]
+    text = (
+        "Measured speed-ups are below predicted ones where a round takes longer than its passes: "
+        "the prediction does not know the rest. A tick in a bar is plain decoding of as many "
+        "tokens."
+    )
+    terms = {
+        "round, ms": "mean time of a round: verify, a pass of K + 1 tokens; draft, what its K "
+        "draft passes add to it in a loop of both; and the rest; of plain decoding, a token",
+        "pass / target's": "a draft pass after the first of a round over a target pass of one "
+        "token; ? = not significant",
+    }
+    found = Table(header, rows, header[1:])
+    return Section("Where a round's time goes", [text], found, terms, "predicted.png")
 
 
 def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
@@ -364,102 +393,61 @@ def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
     ]
 
 
-def audit_table(found: Sequence[Mapping[str, Any]], *, is_markdown: bool = False) -> str:
-    """Formats what ``audit_summary`` has returned."""
+def _audit(found: Sequence[Mapping[str, Any]]) -> Section:
+    """Returns the table of what ``audit_summary`` has returned."""
     several = len({one["batch"] for one in found}) > 1
-    names = "k temperature rows identical not_examined rounding bug".split()
+    counts = ("rows", "identical", "not_examined", "rounding", "bug")
     rows = []
     for one in found:
         parts = filter(None, (one["method"], one["dtype"], one["tree"]))
         of = f", batch {one['batch']}" if several else ""
-        counts = (f"{one[name]:g}" for name in names)
-        rows.append([" ".join(parts) + of, *counts, number(one["farthest"])])
-    return table(_AUDIT, rows, numbers=_AUDIT[1:], is_markdown=is_markdown)
+        numbers = (f"{one[name]:g}" for name in ("k", "temperature", *counts))
+        rows.append([" ".join(parts) + of, *numbers, number(one["farthest"])])
+    header = ["method", "K", "T", *(name.replace("_", " ") for name in counts)]
+    header.append("farthest from float32")
+    text = "Rows that differ from plain decoding, explained by rounding or by nothing but a bug."
+    terms = {
+        "not examined": "rows of which only the tokens were compared",
+        "farthest from float32": "how far the logits that any of their tokens was chosen from lie "
+        "from a pass in float32, over how far rounding alone moves them (more than 3 is a bug)",
+    }
+    return Section("Audit", [text], Table(header, rows, header[1:]), terms, is_brief=True)
 
 
-def _differences(results: Sequence[CellResult]) -> dict[str, list[str]]:
-    """By heading, differences to the first draft, and teacher-forced beside real decoding."""
+def _differences(shown: Sequence[CellResult]) -> list[Section]:
+    """Returns differences to the first draft, and teacher-forced beside real decoding."""
     compared = []
     forced = []
-    for r in first_batch(results):
+    for r in shown:
         name = f"{r.cell.name}, T={r.cell.temperature:g}"
         if r.difference:
             tau, *accept = r.difference
             parts = ", ".join(f"at {i} {x}" for i, x in enumerate(accept, 1))
-            compared.append(f"- {name}, less {r.compared_with}: tau {tau}; accepted {parts}")
+            compared.append(f"{name}, less {r.compared_with}: tau {tau}; accepted {parts}")
         if r.teacher_forced:
             gaps = np.abs(np.subtract(r.teacher_forced, [x.value for x in r.acceptance]))
-            forced.append(f"- {name}: at most {np.nanmax(gaps):.4f} apart, by position")
-    headings = {
-        "## Differences, question by question": compared,
-        "## Teacher-forced: the unrolling that trains a head beside its real drafting": forced,
-    }
-    return {heading: lines for heading, lines in headings.items() if lines}
+            forced.append(f"{name}: at most {np.nanmax(gaps):.4f} apart, by position")
+    title = "Teacher-forced: the unrolling that trains a head beside its real drafting"
+    return [Section("Differences, question by question", compared), Section(title, forced)]
 
 
-def conditions(rep: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns names and values of what a run was made of."""
-    models = rep.get("models") or {}
-    prompts = rep.get("prompts")
-
-    def draft(role, model):
-        return "draft" if role == model["name"] else f"draft {role}"
-
-    facts = [
-        ("target" if role == "target" else draft(role, model), report.describe_model(model))
-        for role, model in models.items()
-    ]
-    facts += [(f"{role}, as read", x) for role, model in models.items() for x in model["notes"]]
+def conditions(rep: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a run was made of, by name."""
+    facts = {}
+    for role, model in (rep.get("models") or {}).items():
+        name = "target" if role == "target" else f"draft {role}"
+        facts[name] = report.describe_model(model).removeprefix(f"{role}: ")
+        if model["notes"]:
+            facts[f"{name}, as read"] = "; ".join(model["notes"])
     own = rep.get("own") or {}
-    facts += [(f"{k} {x['name']}", f"{x['given']}, {x['is']}") for k, x in own.items()]
-    facts += [("prompts", prompts["description"])] if prompts else []
-    facts += [("mesh", line) for line in report.mesh_lines(rep.get("mesh"))]
+    facts |= {f"{k} {x['name']}": f"{x['given']}, {x['is']}" for k, x in own.items()}
+    if rep.get("prompts"):
+        facts["prompts"] = rep["prompts"]["description"]
+    if mesh := report.mesh_lines(rep.get("mesh")):
+        facts["mesh"] = "; ".join(mesh)
     peaks = {"memory of the process, with all models": rep.get("process_peak_bytes")}
     peaks |= {f"memory of {d}": n for d, n in (rep.get("device_peak_bytes") or {}).items()}
-    return facts + [(f"largest {k}", f"{n / 2**20:,.0f} MiB") for k, n in peaks.items() if n]
-
-
-def _body(
-    rep: Mapping[str, Any], results: Sequence[CellResult], *, is_markdown: bool, is_short: bool
-) -> list[str]:
-    """Returns tables and sentences, as text for the screen or as Markdown."""
-    shown = first_batch(results)
-    wrap = (lambda text, **_: text) if is_markdown else _FILL
-    entry = "- **{}**: {}" if is_markdown else "  {:15} {}"
-    meanings = [*legend(shown, rep["config"]), *({} if is_short else _MORE).items()]
-    lines = [
-        wrap(entry.format(name if is_markdown else name.partition(" at 1")[0], x), **_HANGING)
-        for name, x in meanings
-    ]
-    blocks = [results_table(shown, is_markdown=is_markdown), "\n".join(lines)]
-    if not is_short:
-        blocks += [section.text(is_markdown=is_markdown) for section in sections(results)]
-        for heading, entries in _differences(results).items():
-            entries = "\n".join(wrap(line, subsequent_indent="  ") for line in entries)
-            blocks += [heading if is_markdown else heading.removeprefix("## "), entries]
-    if rep.get("audit"):
-        blocks += [audit_table(rep["audit"], is_markdown=is_markdown), wrap(_AUDIT_MEANING)]
-    return blocks
-
-
-def markdown(
-    title: str,
-    rep: Mapping[str, Any],
-    results: Sequence[CellResult],
-    profiles: Mapping[str, profile.RoundProfile],
-    plots: Sequence[str],
-) -> str:
-    """Returns report.md: conclusions, tables, plots, conditions."""
-
-    def listed(lines):
-        return "\n".join(f"- {line}" for line in lines)
-
-    blocks = [listed(rep["conclusions"])]
-    blocks += _body(rep, results, is_markdown=True, is_short=False) + profile.document(profiles)
-    blocks += ["## Notes", listed(rep["notes"])] if rep["notes"] else []
-    blocks += [f"![{name}]({name})" for name in plots]
-    about = listed(f"{name}: {value}" for name, value in conditions(rep))
-    return report.document(title, rep, *blocks, "## Conditions", about)
+    return facts | {f"largest {k}": f"{n / 2**20:,.0f} MiB" for k, n in peaks.items() if n}
 
 
 def conclude(results: Sequence[CellResult]) -> list[str]:
@@ -475,23 +463,6 @@ def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Prints what is compared, and where the report will be."""
     env = rep["environment"]
     print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}")
-    for name, value in [*conditions(rep), ("folder", folder)]:
+    for name, value in {**conditions(rep), "folder": folder}.items():
         if not name.endswith("as read"):
             print(f"{name:8} {value}", flush=True)
-
-
-def print_results(
-    rep: Mapping[str, Any],
-    results: Sequence[CellResult],
-    profiles: Mapping[str, profile.RoundProfile],
-    folder: pathlib.Path,
-    *,
-    is_short: bool,
-) -> None:
-    """Prints the tables, what their columns mean, the notes and the conclusions."""
-    blocks = _body(rep, results, is_markdown=False, is_short=is_short)
-    blocks += [section.text() for section in profile.sections(profiles)]
-    for lines in ([f"note: {note}" for note in rep["notes"]], rep["conclusions"]):
-        blocks.append("\n".join(_FILL(line, subsequent_indent="  ") for line in lines))
-    blocks.append(f"{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")
-    print("\n" + "\n\n".join(blocks))

@@ -28,6 +28,7 @@ from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import results_of
 from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.results import CellResult
+from spec_jax.show.tables import Section
 
 
 def run(
@@ -89,20 +90,30 @@ def run(
     }
     drawings = _drawings(results, costs)
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin_s, 1)}
-    report.finish(folder, rep, reports.markdown(title, rep, results, profiles, [*drawings]))
+    sections = reports.sections(rep, results, profiles, drawings)
+    conclusions = Section("", rep["conclusions"], is_brief=True)
+    conditions = Section("Conditions", terms=reports.conditions(rep))
+    report.finish(folder, rep, title, [conclusions, *sections, conditions])
     for file, draw in drawings.items():
         draw(folder / file)
     if processes.is_writer():  # the page reads the plots, which one process is writing
         from experiments.comparison.page import answers, page  # need jinja2, slow to import
 
         shown = answers.read(folder / session.ANSWERS)
-        page.write_page(folder / "report.html", rep, results, shown)
-    reports.print_results(rep, results, profiles, folder, is_short=is_short)
+        page.write_page(folder / "report.html", rep, results, sections, shown)
+    report.show([s for s in (*sections, conclusions) if s.is_brief or not is_short])
+    print(f"\n{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")
     return rep
 
 
 def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
-    """Prints a prompt, dimmed on a terminal, and its continuation as it is decoded."""
+    """Prints a prompt, dimmed on a terminal, and its continuation as it is decoded.
+
+    Args:
+      bench: What decodes; its first prompt is the question's.
+      cells: The last cell with a model is shown, at the middle of its Ks.
+      question: The question.
+    """
     has_model = [cell for cell in cells if bench.drafts.get(cell.method) is not None]
     name = (has_model or cells)[-1].method
     same = [cell for cell in cells if cell.method == name]
@@ -115,7 +126,8 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
     print(f"\033[2m{text}\033[0m" if sys.stdout.isatty() else text, end="", flush=True)
 
     def send(row, piece):
-        return print(piece, end="", flush=True) if row == 0 else None
+        if row == 0:
+            print(piece, end="", flush=True)
 
     stats = bench.run(cell, 0, on_token=send).rows[0].stats
     print(
@@ -130,7 +142,7 @@ def _results(
     config = setup.config
     batch = stage.bench.batch
     results = results_of(
-        stage.tallies,
+        stage.runs,
         stage.prompts,
         {dtype: x for (size, dtype), x in costs.items() if size == batch},
         categories(setup.questions.chosen),
@@ -139,15 +151,15 @@ def _results(
     if not config.has_teacher_forced or batch != config.batches[0]:
         return results
     forced = []
-    for tally, result in zip(stage.tallies, results):
-        cell = tally.cell
-        target, drafts = stage.bench.models(tally.cell.dtype)
+    for cell_run, result in zip(stage.runs, results):
+        cell = cell_run.cell
+        target, drafts = stage.bench.models(cell_run.cell.dtype)
         draft = drafts.get(cell.method)
         is_head = teacher_forced.has_drafts(target, draft)
         if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
-            prompts = [stage.bench.prompts[i] for i in tally.rows]
+            prompts = [stage.bench.prompts[i] for i in cell_run.rows]
             reached, accepted = teacher_forced.unrolled(
-                target, draft, prompts, [*tally.rows.values()], num_draft=cell.k
+                target, draft, prompts, [*cell_run.rows.values()], num_draft=cell.k
             )
             with np.errstate(invalid="ignore"):
                 rates = tuple((accepted / reached).tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.comparison.answers import (
@@ -27,7 +27,7 @@ from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
 from spec_jax.evaluation.bench import Bench, CellOutput
 from spec_jax.evaluation.cells import Cell
-from spec_jax.evaluation.compare import Tally, compile_all, cost_slots, take_turns
+from spec_jax.evaluation.compare import CellRun, compile_all, run_interleaved
 from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts, cut
 from spec_jax.progress import Progress
 
@@ -46,25 +46,25 @@ class Stage(NamedTuple):
 
     Attributes:
       bench: What decodes.
-      tallies: What each cell has done, plain decoding first.
+      runs: What each cell has done, plain decoding first.
       groups: Which questions are measured together.
       prompts: The indices of each question's prompts.
     """
 
     bench: Bench
-    tallies: list[Tally]
+    runs: list[CellRun]
     groups: list[Group]
     prompts: list[list[int]]
 
     @property
-    def plain(self) -> Tally:
+    def plain(self) -> CellRun:
         """What plain decoding has done."""
-        return self.tallies[0]
+        return self.runs[0]
 
     @property
     def cells(self) -> list[Cell]:
         """The cells, plain decoding first."""
-        return [tally.cell for tally in self.tallies]
+        return [run.cell for run in self.runs]
 
     @property
     def place(self) -> tuple[float, int]:
@@ -102,10 +102,7 @@ class Evaluation:
         self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
         self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
 
-        def take_answer(line):
-            return self._lines.append(checked(line))
-
-        self._answers.read(take_answer, f"an answer; {_GOES_ON}")
+        self._answers.read(lambda line: self._lines.append(checked(line)), f"an answer; {_GOES_ON}")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
             raise ConfigError(
                 f"{folder} holds a run, which several processes cannot continue; name another "
@@ -153,24 +150,21 @@ class Evaluation:
             if show_live is not None and stages and not self._lines:
                 first = stages[0]
                 show_live(first.bench, first.cells, self.setup.questions.chosen[0])
-            left = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
+            groups = [(stage, group) for stage in stages for group in stage.groups]
             repeats = self.setup.config.repeats
-
-            def turns(stage):
-                return sum(len(group.batches) for group in stage.groups) * repeats
-
-            open_turns = sum(len(g.batches) for _, groups in left for g in groups) * repeats
-            total = sum(map(turns, stages))
+            total = repeats * sum(len(g.batches) for _, g in groups)
+            num_done = repeats * sum(len(g.batches) for s, g in groups if s.is_done(g))
             bar = None
-            for stage, groups in left:
-                if not groups:
+            for stage in [*stages]:
+                left = [group for group in stage.groups if not stage.is_done(group)]
+                if not left:
                     continue
                 if not self._prepare(stage):
                     stages.remove(stage)
                     continue
                 if bar is None:  # after the first compilation, of which ETA says nothing
-                    bar = Progress(total, "measuring", num_done=total - open_turns, every_s=2.0)
-                self._measure(stage, groups, bar)
+                    bar = Progress(total, "measuring", num_done=num_done, every_s=2.0)
+                self._measure(stage, left, bar)
             if bar is not None:
                 bar.close()
             why = [*self._left_out.values()]
@@ -199,8 +193,8 @@ class Evaluation:
                 groups, layout = pack(self._places, batch, is_spread=is_spread)
                 bench = self.setup.bench(prompts, batch, layout)
                 most = None if bench.has_audit else _MAX_EXAMINED
-                tallies = [Tally(bench, cell, most) for cell in cells]
-                stages.append(Stage(bench, tallies, groups, self._places))
+                runs = [CellRun(bench, cell, most) for cell in cells]
+                stages.append(Stage(bench, runs, groups, self._places))
         self.num_cut = sum(len(p) == self.setup.room for p in stages[0].bench.prompts)
         return stages
 
@@ -249,32 +243,21 @@ class Evaluation:
                 bar.step(f"{len(found)} answers")
         return found
 
-    def _keys(self, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Group, list[dict[str, Any]]]]:
-        """Yields every group with the keys of its lines, in the order in which they are saved."""
-        for stage in stages:
-            for group in stage.groups:
-                names = [self.setup.questions.chosen[q].name for q in group.questions]
-                yield (
-                    stage,
-                    group,
-                    [
-                        key_of(cell, stage.bench.batch, name)
-                        for name in names
-                        for cell in stage.cells
-                    ],
-                )
-
     def _restore(self, stages: Sequence[Stage]) -> None:
         """Puts what was saved into the stages, and cuts off a group that is not whole."""
         at = 0
-        for stage, group, keys in self._keys(stages):
+        pairs = [(stage, group) for stage in stages for group in stage.groups]
+        for stage, group in pairs:
+            names = [self.setup.questions.chosen[q].name for q in group.questions]
+            batch = stage.bench.batch
+            keys = [key_of(cell, batch, name) for name in names for cell in stage.cells]
             part = self._lines[at : at + len(keys)]
             for number, (line, key) in enumerate(zip(part, keys), at + 1):
                 self._check_line(line, key, number)
             if len(part) < len(keys):
                 break
-            for number, tally in enumerate(stage.tallies):
-                lines = part[number :: len(stage.tallies)]
+            for number, run in enumerate(stage.runs):
+                lines = part[number :: len(stage.runs)]
                 turns = {
                     place: turn
                     for q, line in zip(group.questions, lines)
@@ -282,7 +265,7 @@ class Evaluation:
                 }
                 self._check_prompts(stage, {i: turn["prompt"] for i, turn in turns.items()})
                 for index in group.batches:
-                    restore(tally, index, turns)
+                    restore(run, index, turns)
             at += len(keys)
         if at < len(self._lines):
             self._answers.truncate(at)
@@ -315,11 +298,9 @@ class Evaluation:
         try:
             for dtype in dict.fromkeys(cell.dtype for cell in stage.cells):
                 cells = [cell for cell in stage.cells if cell.dtype == dtype]
-                has_passes = (batch, dtype) not in self.costs
-                timers = compile_all(stage.bench, cells, has_passes=has_passes)
-                if has_passes:
-                    slots = cost_slots(stage.bench, cells)
-                    found = costs.Costs.measure(timers, slots=slots, batch=batch)
+                has_costs = (batch, dtype) not in self.costs
+                found = compile_all(stage.bench, cells, has_costs=has_costs)
+                if found is not None:
                     self.costs[batch, dtype] = found
                     line = {"batch": batch, "dtype": dtype, "costs": found._asdict()}
                     self._state.append([line])
@@ -340,23 +321,23 @@ class Evaluation:
         where = f"T={stage.cells[0].temperature:g}, {stage.bench.batch} at a time"
         for group in groups:
             order = itertools.product(range(repeats), group.batches)
-            for _, index in take_turns(stage.tallies, order):
+            for _, index in run_interleaved(stage.runs, order):
                 bar.step(f"{where}, batch {index + 1} of {len(stage.bench.layout)}")
             self._answers.append(
                 [
-                    self._line(stage, tally, group, q, probs if q in shown else None)
+                    self._line(stage, run, group, q, probs if q in shown else None)
                     for q in group.questions
-                    for tally in stage.tallies
+                    for run in stage.runs
                 ]
             )
-            for tally in stage.tallies:  # traces are on disk now
+            for run in stage.runs:  # traces are on disk now
                 for index in group.batches:
-                    run = tally.runs[index]
+                    decoded = run.runs[index]
                     rows = [
                         CellOutput(tuple(r.tokens), r.finish_reason, r.stats, r.seen)
-                        for r in run.rows
+                        for r in decoded.rows
                     ]
-                    tally.runs[index] = run._replace(rows=rows)
+                    run.runs[index] = decoded._replace(rows=rows)
 
     def _shown(self) -> set[int]:
         """The first questions of each category, whose tokens get their probabilities."""
@@ -366,16 +347,16 @@ class Evaluation:
         return {q for some in found.values() for q in some[: self.setup.config.num_shown]}
 
     def _line(
-        self, stage: Stage, tally: Tally, group: Group, q: int, probs: Probabilities | None
+        self, stage: Stage, run: CellRun, group: Group, q: int, probs: Probabilities | None
     ) -> dict[str, Any]:
         question = self.setup.questions.chosen[q]
         bench = stage.bench
         batch_of = {i: index for index in group.batches for i in bench.layout[index]}
         turns = [
-            turn_of(tally, i, batch_of[i], text_of(bench.target, bench.prompts[i]), probs)
+            turn_of(run, i, batch_of[i], text_of(bench.target, bench.prompts[i]), probs)
             for i in stage.prompts[q]
         ]
-        key = key_of(tally.cell, bench.batch, question.name)
+        key = key_of(run.cell, bench.batch, question.name)
         return {**key, "category": question.category, "turns": turns}
 
 

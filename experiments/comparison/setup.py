@@ -20,6 +20,7 @@ from spec_jax.data.questions import Question, Questions
 from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
 from spec_jax.evaluation.bench import Bench, in_dtype, usable_cells
 from spec_jax.evaluation.cells import PLAIN, Cell, Draft, copying_methods, make_cells
+from spec_jax.evaluation.compare import custom_rule
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import (
     PromptEncoder,
@@ -129,9 +130,13 @@ def best_k(config: ConfigDict) -> dict[str, int]:
 
 
 def held_out_pieces(target: LoadedModel, n: int, length: int, seed: int) -> list[list[int]]:
-    """Returns ids of ``n`` evenly spread pieces of the held-out modules; ``seed`` shifts them.
+    """Returns ids of evenly spread pieces of the held-out modules.
 
-    A piece begins with BOS if the tokenizer puts it before a text, and has ``length`` ids with it.
+    Args:
+      target: Its tokenizer may put BOS before a text: then each piece begins with it.
+      n: The number of pieces.
+      length: The ids of a piece.
+      seed: Shifts all places.
 
     Raises:
       ConfigError: There are fewer places, or no token that separates documents.
@@ -201,7 +206,7 @@ class Setup(NamedTuple):
         )
         target = target.with_chat_template_kwargs(variables)
         drafts, ks, notes = _load_drafts(config, target, devices)
-        rule = _custom_rule(config)
+        rule = custom_rule(config.rule) if config.rule else None
         loaded = [d for d in drafts.values() if d is not None and not isinstance(d, Drafter)]
         devices.check_drafts(loaded)
         asked = _questions(config, target)
@@ -259,7 +264,13 @@ class Setup(NamedTuple):
         return token_kinds(self.target.tokenizer, self.target.model.vocab_size)
 
     def bench(self, prompts: list[list[int]], batch: int, layout: Sequence[Sequence[int]]) -> Bench:
-        """Returns what decodes prompts, ``batch`` at a time, laid out as ``layout`` says."""
+        """Returns what decodes prompts.
+
+        Args:
+          prompts: The ids of each.
+          batch: Prompts that are decoded together.
+          layout: The indices of the prompts of each batch.
+        """
         config = self.config
         sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
         return Bench(
@@ -320,7 +331,10 @@ def _load_drafts(
     if config.drafter:
         drafter = named.to_drafter(config.drafter, target)
         if drafter.name in (*taken, *drafts):
-            _refuse_name("drafter", config.drafter, drafter.name)
+            raise ConfigError(
+                f"drafter {config.drafter} has the name {drafter.name!r}, which tables use for "
+                "another; give it a unique name: drafter._replace(name=...)"
+            )
         drafts[drafter.name], ks[drafter.name] = drafter, config.ks or (3,)
     if not drafts:
         raise ConfigError(f"nothing drafts for {target.name}: {'; '.join(notes)}")
@@ -332,22 +346,6 @@ def _has_modules(target: str) -> bool:
     with contextlib.suppress(SpecJaxError):
         return pathlib.Path(target).is_dir() and has_own_modules(pathlib.Path(target))
     return False
-
-
-def _custom_rule(config: ConfigDict) -> Rule | None:
-    if not config.rule:
-        return None
-    rule = named.to_rule(config.rule)
-    if ":" in config.rule and rule.name in STRATEGIES:
-        _refuse_name("rule", config.rule, rule.name)
-    return rule
-
-
-def _refuse_name(what: str, given: str, name: str) -> None:
-    raise ConfigError(
-        f"{what} {given} has the name {name!r}, which tables use for another; give it a unique "
-        f"name: {what}._replace(name=...)"
-    )
 
 
 def _questions(config: ConfigDict, target: LoadedModel) -> Questions:

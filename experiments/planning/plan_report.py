@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.run.plots import panels, whole_numbers
-from spec_jax.show.tables import table
+from spec_jax.show.tables import Section, Table
 
 OVERHEADS_MS = (0.3, 1.0)  # assumed for each pass, beside its floor
 _HEADER = (
@@ -168,89 +168,73 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
     return row
 
 
-def text(result: dict, is_markdown: bool = False) -> str:
+def sections(result: dict) -> list[Section]:
     """Returns the table, the best K of every place, and what the figures are."""
     cells = result["cells"]
     config = result["config"]
-    rows = [_row(cell, cells) for cell in cells]
-    is_training, is_prefill = (config["program"] == name for name in ("train", "prefill"))
-    about = [
+    about = (
         f"{config['target']}, draft {config['draft'] or 'none'}, {config['dtype']}, acceptance "
-        f"{result['acceptance']['source']}",
-        "",
-    ]
-    if is_training:
+        f"{result['acceptance']['source']}"
+    )
+    meaning = (
+        "Bytes are of one device, collectives and HBM bytes of one round. Times are floors at the "
+        "chip's published peaks: no measurement, and no program reaches them. GB is the larger of "
+        "decoding and of prefill beside it, where that was compiled. The columns at 0.3 and 1 ms "
+        "are speed-ups if every pass takes so much more than its floor (launches, the host, "
+        "latency of links); docs/scale.md says what fits published figures. A queue's figures are "
+        "floors too: prefill and rounds take turns, and a draft's own prefill is left out."
+    )
+    if config["program"] == "train":
         head = cells[0]["draft"]
         what = f"the {head} head of {config['target']}" if head else config["target"]
-        how = ", fully sharded" if config["is_fully_sharded"] else ""
-        about = [f"One training step of {what}{how}", ""]
-    if is_prefill:
-        about = [
-            f"Prefill of {config['target']}, in chunks of {config['prefill_chunk']} tokens",
-            "",
-        ]
-    lines = [
-        *about,
-        table(_HEADER, rows, numbers=_HEADER[2:5] + _HEADER[6:], is_markdown=is_markdown),
-        "",
-    ]
-    counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
-    lines += [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted] + [""] * bool(counted)
-    filled = [cell for cell in cells if "prefill" in cell]
-    lines += [f"{_name(cell)}: {_prefill(cell['prefill'])}" for cell in filled]
-    lines += [""] * bool(filled)
-    queued = [cell for cell in cells if "queue" in cell]
-    lines += [f"{_name(cell)}: {_queue(cell['queue'], config)}" for cell in queued]
-    lines += [""] * bool(queued)
-    trained = [cell for cell in cells if "state" in cell]
-    lines += [f"{_name(cell)}: {_state(cell['state'])}" for cell in trained] + [""] * bool(trained)
-    for one in result["best"]:
-        where = f"{one['topology']} {one['mesh']} B={one['batch']} S={one['slots']}"
-        if one["k"] is None:
-            said = "nothing fits"
-        elif one["k"] == 0:
-            said = f"speculation does not pay: plain decoding, at most {one['tok_s']:,.0f} tokens/s"
-        else:
-            said = (
-                f"best K = {one['k']}: {one['speedup']:.2f} times plain, at most "
-                f"{one['tok_s']:,.0f} tokens/s"
-            )
-        lines.append(f"{where}: {said}")
-    if any(cell["tree"] and cell["tok_s"] is None for cell in cells):
-        lines.append(
-            "A tree's speed is not predicted: acceptance by position is that of a chain, and "
-            "none of this tree's was measured. Its floor and its counts stand above."
-        )
-    if is_training:
-        lines.append(
+        about = f"One training step of {what}"
+        about += ", fully sharded" if config["is_fully_sharded"] else ""
+        meaning = (
             "Bytes are of one device, collectives and HBM bytes of one step. S is the length of a "
             "window. No floor of a step's time is modelled. Where nothing is compiled, GB is what "
             "stands before activations and logits, which need more."
         )
-    elif is_prefill:
-        lines.append(
+    elif config["program"] == "prefill":
+        about = f"Prefill of {config['target']}, in chunks of {config['prefill_chunk']} tokens"
+        meaning = (
             "Bytes are of one device, collectives and HBM bytes of one chunk of the prompts. S is "
             "the length of a prompt and of its cache. No floor of the time is modelled."
         )
-    else:
-        lines += [
-            "",
-            "Bytes are of one device, collectives and HBM bytes of one round. Times are floors "
-            "at the chip's published peaks: no measurement, and no program reaches them. GB is the "
-            "larger of decoding and of prefill beside it, where that was compiled. The columns at "
-            "0.3 and 1 ms are speed-ups if every pass takes so much more than its floor (launches, "
-            "the host, latency of links); docs/scale.md says what fits published figures. "
-            "A queue's figures are floors too: prefill and rounds take turns, and a draft's own "
-            "prefill is left out.",
-        ]
+    rows = [_row(cell, cells) for cell in cells]
+    numbers = _HEADER[2:5] + _HEADER[6:]
+    counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
+    parts = {
+        "Collectives": [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted],
+        "Prefill": [f"{_name(c)}: {_prefill(c['prefill'])}" for c in cells if "prefill" in c],
+        "Queue": [f"{_name(c)}: {_queue(c['queue'], config)}" for c in cells if "queue" in c],
+        "State": [f"{_name(c)}: {_state(c['state'])}" for c in cells if "state" in c],
+        "Best K": [_best_line(one) for one in result["best"]],
+    }
+    notes = [meaning]
+    if any(cell["tree"] and cell["tok_s"] is None for cell in cells):
+        notes.append(
+            "A tree's speed is not predicted: acceptance by position is that of a chain, and "
+            "none of this tree's was measured. Its floor and its counts stand above."
+        )
     peak = result["peak_memory_bytes"]
-    said = (
-        "not known, since this system does not tell it"
-        if peak is None
-        else (f"{peak / 1e9:.2f} GB")
-    )
-    lines.append(f"Peak memory of the planner: {said}.")
-    return "\n".join(lines)
+    known = "not known, since this system does not tell it"
+    known = known if peak is None else f"{peak / 1e9:.2f} GB"
+    notes.append(f"Peak memory of the planner: {known}.")
+    return [
+        Section("", [about], Table(_HEADER, rows, numbers)),
+        *(Section(title, lines) for title, lines in parts.items() if lines),
+        Section("What the figures are", notes),
+    ]
+
+
+def _best_line(one: dict) -> str:
+    where = f"{one['topology']} {one['mesh']} B={one['batch']} S={one['slots']}"
+    if one["k"] is None:
+        return f"{where}: nothing fits"
+    speed = f"at most {one['tok_s']:,.0f} tokens/s"
+    if one["k"] == 0:
+        return f"{where}: speculation does not pay: plain decoding, {speed}"
+    return f"{where}: best K = {one['k']}: {one['speedup']:.2f} times plain, {speed}"
 
 
 def plot(path: pathlib.Path, cells: Sequence[dict]) -> None:

@@ -18,23 +18,10 @@ from spec_jax.show.plots import STYLE
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402, the back end comes first
 
-COLORS = {  # Okabe and Ito's palette
-    "standalone": "#0072B2",
-    "ngram": "#D55E00",
-    "eagle": "#009E73",
-    "mtp": "#CC79A7",
-    "eagle-1": "#E69F00",
-    "eagle-2": "#F0E442",
-    "eagle-3": "#009E73",
-    "suffix": "#56B4E9",
-    "dflash": "#0072B2",
-    "dspark": "#CC79A7",
-}
-# Series differ in colour, in marker and in line.
+# Series differ in colour (Okabe and Ito's palette), in marker and in line.
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (1, 3)), (0, (8, 2)))
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
-TITLE = "title: "  # begins the gid of a point whose text a page shows, in the SVG file
 _STYLE = STYLE | {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "spec_jax",  # equal plots are equal files
@@ -59,7 +46,12 @@ def panels(
 ) -> Iterator[Sequence[Any]]:
     """Yields the axes of a figure, and saves it; every axis with labels has a legend.
 
-    Beside the PNG file ``path`` there will be a PDF file, for papers, and an SVG file, for pages.
+    Args:
+      path: The PNG file. A PDF file, for papers, and an SVG file, for pages, stand beside it.
+      columns: The number of panels.
+      size: Of the figure, in inches.
+      legend: Options of the legends.
+      **options: Of ``pyplot.subplots``.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(

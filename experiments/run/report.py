@@ -19,6 +19,7 @@ from spec_jax import processes
 from spec_jax.drafters.registry import layer_of
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import files
+from spec_jax.show.tables import Section
 
 FILES = ("config.json", "environment.json", "report.json", "report.md")  # of every run
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
@@ -44,36 +45,34 @@ def begin(experiment: str, folder: pathlib.Path, config: Mapping[str, Any]) -> d
     return head
 
 
-def finish(folder: pathlib.Path, rep: Mapping[str, Any], text: str) -> None:
+def finish(
+    folder: pathlib.Path, rep: Mapping[str, Any], title: str, sections: Sequence[Section]
+) -> None:
     """Writes report.json and report.md; also of a run that goes on, after each of its parts.
 
     Args:
       folder: The folder of the run.
       rep: What ``begin`` returned, and what the experiment has found.
-      text: The report as Markdown, see ``document``.
+      title: The heading of report.md, which has the command, the sections and the machine.
+      sections: What was found, in the order of reading.
     """
     write_json(folder / "report.json", rep)
-    write_text(folder / "report.md", text)
-
-
-def document(title: str, rep: Mapping[str, Any], *blocks: str) -> str:
-    """Returns report.md: the title, the command, blocks of Markdown, and the machine.
-
-    Args:
-      title: The heading.
-      rep: What ``begin`` returned, at least.
-      *blocks: Paragraphs, lists and tables, between which empty lines are put.
-    """
     env = rep["environment"]
-    about = "\n".join(f"- {name}: {value}" for name, value in about_machine(env))
-    head = f"# {title}\n\n`{rep['command']}`, {env['time']}"
-    return "\n\n".join([head, *blocks, about]) + "\n"
+    blocks = [f"# {title}", f"`{rep['command']}`, {env['time']}"]
+    blocks += [s.markdown() for s in (*sections, Section("", terms=about_machine(env)))]
+    write_text(folder / "report.md", "\n\n".join(filter(None, blocks)) + "\n")
 
 
-def about_machine(env: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns names and values of what a run was made on."""
+def show(sections: Sequence[Section]) -> None:
+    """Prints sections, each after an empty line."""
+    for text in filter(None, (section.console() for section in sections)):
+        print(f"\n{text}")
+
+
+def about_machine(env: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a run was made on, by name."""
     versions = (f"{name} {env[name]}" for name in ("spec_jax", "python", *PACKAGES))
-    return [("machine", describe_machine(env)), ("versions", ", ".join(versions))]
+    return {"machine": describe_machine(env), "versions": ", ".join(versions)}
 
 
 def environment() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from experiments.training import text as texts
 from experiments.training.choice import EVALUATIONS
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
-from spec_jax.show.tables import Section
+from spec_jax.show.tables import Section, Table
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
@@ -169,9 +169,9 @@ def train(
                 log.say(f"to go on: {cli.command(name)}")
                 return None
             exported = experiment.export(folder, state, checkpoints, log)
-    blocks = [exported.summary] if exported.summary else []
-    _write_report(folder, experiment.title, entries, [*blocks, *used], exported)
-    print("; ".join([*blocks, f"exported to {folder / 'export'}"]))
+    _write_report(folder, experiment.title, entries, used, exported)
+    summary = [exported.summary] if exported.summary else []
+    print("; ".join([*summary, f"exported to {folder / 'export'}"]))
     return exported.figures
 
 
@@ -179,7 +179,7 @@ def _write_report(
     folder: pathlib.Path,
     title: str,
     entries: Mapping[str, Any],
-    blocks: Sequence[str],
+    used: Sequence[str],
     exported: Exported | None = None,
 ) -> None:
     """Writes report.json and report.md; without ``exported`` the run has not ended."""
@@ -190,23 +190,25 @@ def _write_report(
     def shown(value):
         return "" if value is None else f"{value:.4g}"
 
-    blocks, final = [*blocks], None
+    final = None
+    sections = [Section("", [text]) for text in used]
     if exported is None:
-        blocks.append("The run has not ended.")
+        sections.append(Section("", ["The run has not ended."]))
     else:
         final = exported.figures
-        rows = [(name, shown(value)) for name, value in final.items()]
-        blocks.append(Section("Exported", ("figure", "value"), rows).text(is_markdown=True))
+        figures = Table(("figure", "value"), [(name, shown(x)) for name, x in final.items()])
+        summary = [exported.summary] if exported.summary else ()
+        sections.insert(0, Section("Exported", summary, figures))
         entries = {**entries, **exported.record}
     if evaluations:
         rows = [[shown(line.get(name)) for name in names] for line in evaluations]
-        blocks.append(Section("Evaluations", names, rows, names).text(is_markdown=True))
-    if exported is not None:
-        blocks += [f"![{name}]({name})" for name in exported.plots]
-    blocks.append("Every logged figure is in metrics.jsonl.")
+        sections.append(Section("Evaluations", table=Table(names, rows, names)))
+    plots = exported.plots if exported else ()
+    sections += [Section("", figure=name) for name in plots]
+    sections.append(Section("", ["Every logged figure is in metrics.jsonl."]))
     rep = {**entries, "final": final, "evaluations": evaluations, "is_complete": final is not None}
     rep["cpu_s"] = max((line["cpu_s"] for line in lines), default=None)
-    report.finish(folder, rep, report.document(title, rep, *blocks))
+    report.finish(folder, rep, title, sections)
 
 
 def main(train: Callable[[ConfigDict, str], object], config: ConfigDict, workdir: str) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Drafter, Observer, Rule
+from spec_jax.contracts import Drafter, Rule
 from spec_jax.decoding import acceptance_by_kind
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.stats import Stats
@@ -146,6 +146,8 @@ class Bench:
         has_expected = self.has_expected and not cell.is_greedy and not cell.tree
         if has_expected and has_logits(draft):  # or the probabilities would cost time
             has_expected = (rule or make_rule(config)).needs_probs
+        observers = [] if self.token_kinds is None else [acceptance_by_kind(self.token_kinds)]
+        observers += [ACCEPTANCE_BY_PLACE] if self.has_places else []
         return SpeculativeDecoder(
             target,
             loaded,
@@ -154,13 +156,9 @@ class Bench:
             has_expected=has_expected,
             drafter=drafter,
             rule=rule,
-            observers=self._observers(),
+            observers=observers,
             **self.devices.options(loaded),
         )
-
-    def _observers(self) -> list[Observer]:
-        kinds = [] if self.token_kinds is None else [acceptance_by_kind(self.token_kinds)]
-        return [*kinds, ACCEPTANCE_BY_PLACE] if self.has_places else kinds
 
     def _config(self, cell: Cell) -> SpeculativeConfig:
         draft = self.drafts[cell.method]
@@ -206,23 +204,14 @@ def in_dtype(model: Any, dtype: str) -> Any:
     """Returns a model or head with its weights in a dtype; itself if they are, or of a drafter."""
     if not isinstance(model, LoadedModel | LoadedHead):
         return model
-    params = cast(model.params, dtype)
 
-    def dtypes(params):
-        return [x.dtype for x in jax.tree.leaves(params)]
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    if dtypes(params) == dtypes(model.params):
-        return model
-    return dataclasses.replace(model, params=params)
-
-
-def cast(tree: Any, dtype: str) -> Any:
-    """Returns a tree with its floating-point arrays in another dtype."""
-
-    def is_float(x):
-        return jnp.issubdtype(x.dtype, jnp.floating)
-
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+    params = jax.tree.map(cast, model.params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(model.params))
+    is_same = all(new.dtype == old.dtype for new, old in pairs)
+    return model if is_same else dataclasses.replace(model, params=params)
 
 
 def usable_cells(bench: Bench, cells: Sequence[Cell], notes: list[str]) -> list[Cell]:

@@ -6,8 +6,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,40 +64,44 @@ def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
             raise
 
 
-def cost_slots(bench: Bench, cells: Sequence[Cell]) -> int:
-    """Returns the cache slots of the timed passes: as many as decoding chains has."""
-    widest = max(cell.k for cell in cells if not cell.tree)
-    return whole_slots(bench.longest + bench.max_new_tokens + widest + 1)
-
-
 def compile_all(
-    bench: Bench, cells: Sequence[Cell], *, has_passes: bool = True
-) -> dict[pass_costs.TimedLoop, Timer]:
-    """Compiles every program of the run; returns the timers of the passes of rounds.
+    bench: Bench, cells: Sequence[Cell], *, has_costs: bool = True
+) -> pass_costs.Costs | None:
+    """Compiles every program of the run; returns what the passes of rounds cost.
 
     Args:
       bench: What decodes.
       cells: The cells, of one dtype; each decodes the first batch once.
-      has_passes: Whether to compile the passes, too.
+      has_costs: Whether to compile and time the passes, too; else None is returned.
     """
-    timers: dict[pass_costs.TimedLoop, Timer] = {}
     tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
-    if has_passes:
-        ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
-        target, drafts = bench.models(cells[0].dtype)
-        drafts = {n: d for n, d in drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
-        makers = pass_costs.timer_makers(target, drafts, ks, cost_slots(bench, cells), bench.batch)
+    if not has_costs:
+        run_all(tasks, "compiling")
+        return None
+    timers: dict[pass_costs.TimedLoop, Timer] = {}
+    ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
+    target, drafts = bench.models(cells[0].dtype)
+    drafts = {n: d for n, d in drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
+    widest = max(cell.k for cell in cells if not cell.tree)
+    slots = whole_slots(bench.longest + bench.max_new_tokens + widest + 1)  # as decoding has
 
-        def add(what, make):
-            return timers.update({what: make()})
+    def add(loop, make):
+        timers[loop] = make()
 
-        tasks |= {str(what): functools.partial(add, what, make) for what, make in makers.items()}
+    makers = pass_costs.timer_makers(target, drafts, ks, slots, bench.batch)
+    tasks |= {str(loop): functools.partial(add, loop, make) for loop, make in makers.items()}
     run_all(tasks, "compiling")
-    return timers
+    times = interleave(timers, pass_costs.REPEATS)
+    return pass_costs.Costs.of_times(times, slots=slots, batch=bench.batch)
 
 
-class Tally:
-    """What one cell has done so far.
+class CellRun:
+    """What one cell has decoded so far, and how long it took.
+
+    Args:
+      bench: What decodes.
+      cell: The cell.
+      max_examined: How many rows that diverge from plain decoding are examined; None: all.
 
     Attributes:
       runs: The first run of each batch.
@@ -105,19 +109,17 @@ class Tally:
     """
 
     def __init__(self, bench: Bench, cell: Cell, max_examined: int | None = None):
-        """Begins with nothing.
-
-        Args:
-          bench: What decodes.
-          cell: The cell.
-          max_examined: How many rows that diverge from plain decoding are examined; None: all.
-        """
         self.bench = bench
         self.cell = cell
         self.max_examined = max_examined
         self.runs: dict[int, Run] = {}
         self.times_s: dict[int, list[float]] = {}
         self._differences: dict[int, RowAudit] = {}
+
+    @property
+    def rule(self) -> Rule:
+        """The acceptance rule, resolved."""
+        return self.bench.decoder(self.cell).system().rule
 
     def run(self, index: int) -> float:
         """Decodes batch ``index`` once; returns the time."""
@@ -169,13 +171,13 @@ class Tally:
         tokens = [sum(self.runs[b].tokens for b in chosen) for chosen in batches]
         return np.asarray(times), np.asarray(tokens)
 
-    def difference(self, row: int, plain: Tally) -> RowAudit:
+    def difference(self, row: int, plain: CellRun) -> RowAudit:
         """Returns where a row diverges from plain decoding, and why; computed once."""
         if row not in self._differences:
             self._differences |= self._examine(row, plain)
         return self._differences[row]
 
-    def _examine(self, row: int, plain: Tally) -> dict[int, RowAudit]:
+    def _examine(self, row: int, plain: CellRun) -> dict[int, RowAudit]:
         """Examines a greedy row; with an audit its whole batch is decoded again."""
         from spec_jax.testing import audit, audit_outputs  # needs scipy.stats, slow to import
 
@@ -199,8 +201,8 @@ class Tally:
         return {chosen[r.row]: dataclasses.replace(r, row=chosen[r.row]) for r in audited.rows}
 
 
-def take_turns(
-    tallies: Sequence[Tally], turns: Iterable[tuple[int, int]]
+def run_interleaved(
+    runs: Sequence[CellRun], turns: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """Measures cells of one temperature; yields each turn after it.
 
@@ -208,17 +210,17 @@ def take_turns(
     cancel in their ratios, and every second turn runs in reverse order.
 
     Args:
-      tallies: Of plain decoding, then of the others.
+      runs: Of plain decoding, then of the others.
       turns: The number of the repeat and of the batch of each turn.
     """
     for repeat, index in turns:
-        timers = {tally.cell: functools.partial(tally.run, index) for tally in tallies}
+        timers = {run.cell: functools.partial(run.run, index) for run in runs}
         interleave(timers, 1, is_backwards=bool((repeat + index) % 2))
         yield repeat, index
 
 
 def results_of(
-    tallies: Sequence[Tally],
+    runs: Sequence[CellRun],
     questions: Sequence[Sequence[int]],
     costs: Mapping[str | None, pass_costs.Costs] | None = None,
     categories: Mapping[str, tuple[str, Sequence[int]]] | None = None,
@@ -228,129 +230,103 @@ def results_of(
     """Returns what was measured of each cell of one temperature and batch size.
 
     Args:
-      tallies: Plain decoding first, once for each dtype.
+      runs: Plain decoding first, once for each dtype.
       questions: The indices of each question's prompts; intervals are over questions.
       costs: The costs of passes by dtype, as far as they were measured.
       categories: The group and the questions of each category.
       is_over_fastest: Whether speed-ups are over the fastest plain decoding of all dtypes, in place
         of that in the cell's dtype.
     """
-    plains = {tally.cell.dtype: tally for tally in tallies if tally.cell.is_plain}
-    fastest = min(plains.values(), key=lambda tally: tally.pairs[0].sum())
-    counts = {}
+    plains = {run.cell.dtype: run for run in runs if run.cell.is_plain}
+    fastest = min(plains.values(), key=lambda run: run.pairs[0].sum())
+    counts: dict[Cell, Counts] = {}
     results = []
-    for tally in tallies:
-        rows = tally.rows
-        cell = tally.cell
-        same = plains[tally.cell.dtype]
-        plain = fastest if is_over_fastest else same
-        of_questions = [[rows[i] for i in prompts] for prompts in questions]
-        counts[cell] = count = Counts.of(of_questions)
-        result = _result(tally, plain, questions, count, _compare(tally, same))
-        parts = {
-            name: _category(tally, plain, count, questions, group, chosen)
-            for name, (group, chosen) in (categories or {}).items()
-        }
-        kinds = KindResult.of(of_questions)
-        places = PlaceResult.of(of_questions)
-        result = dataclasses.replace(result, categories=parts, kinds=kinds, places=places)
-        first = _first_of_same_k([t.cell for t in tallies], cell)
+    for run in runs:
+        cell = run.cell
+        plain = fastest if is_over_fastest else plains[cell.dtype]
+        rows = run.rows
+        outputs = [[rows[i] for i in prompts] for prompts in questions]
+        counts[cell] = count = Counts.of(outputs)
+        own_s, own_tokens = run.pairs
+        stats = Stats(
+            prefill_s=sum(one.prefill_s for one in run.runs.values()),
+            decode_s=float(own_s.sum()) * len(run.runs) / len(own_s),  # once for each batch
+            compile_s=run.bench.compile_s.get(cell, 0.0),
+        )
+        sizes = np.asarray([len(row.tokens) for row in rows.values()])
+        loops = np.asarray([looping_share(row.tokens) for row in rows.values()])
+        reasons = Counter(row.finish_reason for row in rows.values())
+        tau, acceptance = count.intervals()
+        identical, differences = _compare(run, plains[cell.dtype])
+        result = CellResult(
+            cell._replace(rule=run.rule.name),
+            run.bench.batch,
+            run.rule.is_lossless,
+            _speedup(run, plain, questions),
+            float(own_tokens.sum() / max(own_s.sum(), 1e-9)),
+            len(own_s),
+            sum((row.stats for row in rows.values()), stats),
+            tau,
+            acceptance,
+            identical,
+            differences,
+            looping_share=float((sizes * loops).sum() / max(sizes.sum(), 1)),
+            finish_reasons=dict(sorted(reasons.items())),
+            busy_share=run.busy_share,
+            categories={
+                name: _category(run, plain, count, questions, group, chosen)
+                for name, (group, chosen) in (categories or {}).items()
+            },
+            kinds=KindResult.of(outputs),
+            places=PlaceResult.of(outputs),
+        )
+        first = _first_of_same_k([*counts], cell)
         if first is not None:
             difference = count.less(counts[first])
             result = dataclasses.replace(result, compared_with=first.label, difference=difference)
-        results.append(_with_costs(result, tally, plain, (costs or {}).get(cell.dtype)))
+        if costs and cell.dtype in costs:
+            result = _with_costs(result, run, plain, costs[cell.dtype])
+        results.append(result)
     return results
 
 
-def _result(
-    tally: Tally,
-    plain: Tally,
-    questions: Sequence[Sequence[int]],
-    count: Counts,
-    compared: tuple[int | None, tuple[RowAudit, ...]],
-) -> CellResult:
-    own_s, own_tokens = tally.pairs
-    plain_s, plain_tokens = plain.pairs
-    share = len(tally.runs) / len(own_s)  # of the turns of a single batch
-    stats = functools.reduce(
-        operator.add,
-        (row.stats for row in tally.rows.values()),
-        Stats(
-            prefill_s=sum(run.prefill_s for run in tally.runs.values()),
-            decode_s=float(own_s.sum()) * share,
-        ),
-    )
-    rule = tally.bench.decoder(tally.cell).system().rule
-    tau, acceptance = count.intervals()
-    rows = [*tally.rows.values()]
-    sizes = np.asarray([len(row.tokens) for row in rows])
-    loops = np.asarray([looping_share(row.tokens) for row in rows])
-    reasons = [row.finish_reason for row in rows]
-    return CellResult(
-        tally.cell._replace(rule=rule.name),
-        tally.bench.batch,
-        rule.is_lossless,
-        _speedup(tally, plain, questions),
-        float(own_tokens.sum() / max(own_s.sum(), 1e-9)),
-        float(plain_tokens.sum() / max(plain_s.sum(), 1e-9)),
-        len(own_s),
-        stats,
-        tau,
-        acceptance,
-        len(rows),
-        *compared,
-        float((sizes * loops).sum() / max(sizes.sum(), 1)),
-        {reason: reasons.count(reason) for reason in sorted(set(reasons))},
-        tally.bench.compile_s.get(tally.cell, 0.0),
-        busy_share=tally.busy_share,
-    )
-
-
-def _compare(tally: Tally, plain: Tally) -> tuple[int | None, tuple[RowAudit, ...]]:
+def _compare(run: CellRun, plain: CellRun) -> tuple[int | None, tuple[RowAudit, ...]]:
     """Counts rows with plain decoding's tokens; None if the rule samples other tokens."""
-    rule = tally.bench.decoder(tally.cell).system().rule
-    is_greedy = tally.cell.is_greedy
-    if not (is_greedy and rule.is_lossless or rule.name == "match"):
+    is_greedy = run.cell.is_greedy
+    if not (is_greedy and run.rule.is_lossless or run.rule.name == "match"):
         return None, ()
-    rows = tally.rows
+    rows = run.rows
     expected = plain.rows
     diverged = [i for i, row in rows.items() if row.tokens != expected[i].tokens]
-    examined = diverged[: tally.max_examined] if is_greedy else []
-    return len(rows) - len(diverged), tuple(tally.difference(i, plain) for i in examined)
+    examined = diverged[: run.max_examined] if is_greedy else []
+    return len(rows) - len(diverged), tuple(run.difference(i, plain) for i in examined)
 
 
-def _speedup(tally: Tally, plain: Tally, questions: Sequence[Sequence[int]]) -> Interval:
+def _speedup(run: CellRun, plain: CellRun, questions: Sequence[Sequence[int]]) -> Interval:
     """The speed-up over pairs: of questions, or of batches of several of them."""
-    if tally is plain:
+    if run is plain:
         return NONE._replace(value=1.0)
-    if tally.bench.batch > 1 or len(tally.runs) == 1:
-        own_s, own_tokens = tally.pairs
-        plain_s, plain_tokens = plain.pairs
+    if run.bench.batch > 1 or len(run.runs) == 1:
+        (own_s, own_tokens), (plain_s, plain_tokens) = run.pairs, plain.pairs
     else:
-        own_s, own_tokens = tally.of_questions(questions)
+        own_s, own_tokens = run.of_questions(questions)
         plain_s, plain_tokens = plain.of_questions(questions)
     return paired_speedup(own_s, plain_s, own_tokens, plain_tokens)
 
 
-def _category(tally, plain, counts, questions, group, chosen) -> CategoryResult:
+def _category(run, plain, counts, questions, group, chosen) -> CategoryResult:
     """Returns the figures of some questions."""
     tau, acceptance = Counts(*(x[np.asarray(chosen)] for x in counts)).intervals()
     result = CategoryResult(group, len(chosen), tau, acceptance)
-    if tally.bench.batch > 1:
+    if run.bench.batch > 1:
         return result
     questions = [questions[i] for i in chosen]
-    speedup = _speedup(tally, plain, questions)
+    speedup = _speedup(run, plain, questions)
     if len(chosen) < _MIN_QUESTIONS:
         speedup = NONE._replace(value=speedup.value)
-
-    def rate(times, tokens):
-        return float(tokens.sum() / max(times.sum(), 1e-9))
-
-    return result._replace(
-        tokens_per_s=rate(*tally.of_questions(questions)),
-        plain_tokens_per_s=rate(*plain.of_questions(questions)),
-        speedup=speedup,
-    )
+    times, tokens = run.of_questions(questions)
+    rate = float(tokens.sum() / max(times.sum(), 1e-9))
+    return result._replace(tokens_per_s=rate, speedup=speedup)
 
 
 def _first_of_same_k(cells: Sequence[Cell], cell: Cell) -> Cell | None:
@@ -362,32 +338,26 @@ def _first_of_same_k(cells: Sequence[Cell], cell: Cell) -> Cell | None:
 
 
 def _with_costs(
-    result: CellResult, tally: Tally, plain: Tally, costs: pass_costs.Costs | None
+    result: CellResult, run: CellRun, plain: CellRun, costs: pass_costs.Costs
 ) -> CellResult:
     """Adds the predicted speed-up, for the rows that run, and of what a round consists."""
-    if costs is None:
-        return result
-    cell = tally.cell
-    round_ms = tally.round_ms
+    cell = run.cell
     of_passes = cell.method in costs.draft_ms  # after the first; else of all that draft
     draft_cost = costs.draft_cost(cell.method, 0 if of_passes else cell.k) if cell.k else 0.0
-    predicted = pass_costs.predict(costs, result) * result.busy_share / plain.busy_share
-    known = RoundTime(
-        round_ms,
+    time = RoundTime(
+        run.round_ms,
         draft_cost=draft_cost if cell.k else None,
         is_draft_cost_significant=costs.is_significant(cell.method),
     )
     if not cell.tree and np.isfinite(draft_cost):
-        verify_ms = costs.verify_cost(cell.k) * costs.plain_ms
-        draft_ms = 0.0
-        if cell.k:
-            draft_ms = cell.k * costs.draft_cost(cell.method, cell.k) * costs.plain_ms
-        rest_ms = round_ms - verify_ms - draft_ms
-        plain_rest_ms = plain.round_ms - costs.plain_ms
-        known = known._replace(
-            verify_ms=verify_ms, draft_ms=draft_ms, rest_ms=rest_ms, plain_rest_ms=plain_rest_ms
+        drafts = cell.k * costs.draft_cost(cell.method, cell.k) if cell.k else 0.0
+        time = time._replace(
+            verify_ms=costs.verify_cost(cell.k) * costs.plain_ms,
+            draft_ms=drafts * costs.plain_ms,
+            plain_rest_ms=plain.round_ms - costs.plain_ms,
         )
-    return dataclasses.replace(result, predicted_speedup=predicted, round_time=known)
+    predicted = pass_costs.predict(costs, result) * result.busy_share / plain.busy_share
+    return dataclasses.replace(result, predicted_speedup=predicted, round_time=time)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -413,8 +383,8 @@ class Comparison:
 
     def __str__(self) -> str:
         notes = [f"note: {note}" for note in self.notes]
-        tables = [summary.results_table(self.results)]
-        tables += [section.text() for section in summary.counted_sections(self.results)]
+        tables = [summary.results_table(self.results).text()]
+        tables += [section.console() for section in summary.counted_sections(self.results)]
         return "\n".join([self.title, "", "\n\n".join(tables), "", *self.conclusions, *notes])
 
     __repr__ = __str__
@@ -498,7 +468,7 @@ def compare(
         t = sampler.temperature
         raise ConfigError(f"sampler has temperature {t}; give temperatures={t}")
     trees, temperatures, rules = map(_several, (trees, temperatures, rules))
-    copying_rules, rule = _several(copying_rules), None if rule is None else _custom_rule(rule)
+    copying_rules, rule = _several(copying_rules), None if rule is None else custom_rule(rule)
     for name in (*rules, *copying_rules):
         check_name("rule", name, STRATEGIES)
     named = name_drafts(target, drafts)
@@ -524,32 +494,32 @@ def compare(
         bench.token_kinds = token_kinds(target.tokenizer, target.model.vocab_size)
     notes: list[str] = []
     cells = usable_cells(bench, cells, notes)
-    timers = compile_all(bench, cells, has_passes=has_costs)
-    costs = {}
-    if has_costs:
-        slots = cost_slots(bench, cells)
-        costs[None] = pass_costs.Costs.measure(timers, slots=slots, batch=bench.batch)
+    costs = compile_all(bench, cells, has_costs=has_costs)
     results: list[CellResult] = []
     groups = {t: [c for c in cells if c.temperature == t] for t in dict.fromkeys(temperatures)}
     turns = [*itertools.product(range(repeats), bench.batches)]
     with Progress(len(turns) * len(groups), "measuring") as bar:
         for temperature, group in groups.items():
-            tallies = [Tally(bench, cell, 4) for cell in group]
-            for _ in take_turns(tallies, turns):
+            runs = [CellRun(bench, cell, 4) for cell in group]
+            for _ in run_interleaved(runs, turns):
                 bar.step(f"T={temperature:g}")
-            results += results_of(tallies, [[i] for i in range(len(ids))], costs)
+            results += results_of(runs, [[i] for i in range(len(ids))], costs and {None: costs})
     title = (
         f"{target.name}: {len(ids)} prompts, {max_new_tokens} new tokens each, batch {bench.batch}"
     )
     notes += summary.length_notes(results)
-    return Comparison(title, tuple(results), costs.get(None), tuple(notes))
+    return Comparison(title, tuple(results), costs, tuple(notes))
 
 
-def _custom_rule(given: Rule | str) -> Rule:
-    """Returns a rule; a custom one must not have the name of one of the package."""
+def custom_rule(given: Rule | str) -> Rule:
+    """Returns a rule, or that of its ``module:NAME``.
+
+    Raises:
+      ConfigError: It is none, or it has the name of another rule, which tables show.
+    """
     rule = to_rule(given)
-    is_by_name = isinstance(given, str) and ":" not in given
-    if rule.name in STRATEGIES and not is_by_name and rule is not to_rule(rule.name):
+    is_custom = ":" in given if isinstance(given, str) else rule is not to_rule(rule.name)
+    if is_custom and rule.name in STRATEGIES:
         raise ConfigError(
             f"the custom rule has the name {rule.name!r}, which a rule of the package has; give it "
             "a unique name: rule._replace(name=...)"

@@ -49,7 +49,7 @@ def timer_makers(
     batch: int,
     iterations: int = ITERATIONS,
 ) -> dict[TimedLoop, Callable[[], Timer]]:
-    """Returns functions that compile the timers that ``Costs.measure`` takes.
+    """Returns functions that compile timers whose times ``Costs.of_times`` takes.
 
     Args:
       target: The target.
@@ -126,28 +126,29 @@ class Costs(NamedTuple):
         batch: int = 1,
         repeats: int = REPEATS,
     ) -> Costs:
-        """Compiles and times passes; see ``timer_makers`` and ``measure``."""
-        makers = timer_makers(target, drafts, ks, slots, batch, max(1, ITERATIONS // batch))
-        timers = {passes: make() for passes, make in makers.items()}
-        return cls.measure(timers, slots=slots, batch=batch, repeats=repeats)
-
-    @classmethod
-    def measure(
-        cls, timers: Mapping[TimedLoop, Timer], *, slots: int, batch: int, repeats: int = REPEATS
-    ) -> Costs:
-        """Runs timers in turns.
+        """Compiles passes and times them in turns.
 
         Args:
-          timers: The timers of ``timer_makers``.
+          target: The target.
+          drafts: What drafts, by method.
+          ks: Drafted tokens per round, by method.
           slots: The slots of the caches.
-          batch: The number of rows.
+          batch: B, rows.
           repeats: The number of turns.
         """
+        makers = timer_makers(target, drafts, ks, slots, batch, max(1, ITERATIONS // batch))
+        timers = {passes: make() for passes, make in makers.items()}
         return cls.of_times(interleave(timers, repeats), slots=slots, batch=batch)
 
     @classmethod
     def of_times(cls, times: Mapping[TimedLoop, np.ndarray], *, slots: int, batch: int) -> Costs:
-        """Returns the costs that times in milliseconds, of interleaved repeats, show."""
+        """Returns the costs that times of interleaved repeats show.
+
+        Args:
+          times: f64[repeats] in milliseconds, of the timers of ``timer_makers``.
+          slots: The slots of the caches.
+          batch: B, rows.
+        """
         verify_ms = {}
         first = {}
         later = {}

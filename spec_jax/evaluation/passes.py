@@ -1,4 +1,4 @@
-"""Timers of passes of models, each a compiled loop: of one pass, or of all that a round makes."""
+"""Timers of the passes of a round, each a compiled loop."""
 
 from __future__ import annotations
 
@@ -84,13 +84,7 @@ def repeated(step: TimedPass, count: int) -> TimedPass:
 
 
 def model_step(
-    model: Model,
-    params: Params,
-    width: int,
-    slots: int,
-    batch: int,
-    scored: int | None = None,
-    seen: jax.Array | None = None,
+    model: Model, params: Params, width: int, slots: int, batch: int, scored: int | None = None
 ) -> TimedPass:
     """Returns a pass of a model: forward, unembedding and argmax of ``width`` tokens per row.
 
@@ -102,14 +96,13 @@ def model_step(
       batch: B, rows.
       scored: How many of the last tokens are unembedded; by default all. The first pass of a
         draft feeds two tokens and scores one.
-      seen: bool[1,T,T], which tokens of a tree each token attends to; None for a chain.
     """
     scored = width if scored is None else scored
 
     def run(params, token, carry):
         tokens, cache = carry
         tokens = tokens.at[:, 0].set(token)
-        output = model.forward(params, tokens, cache, window_mask=seen)
+        output = model.forward(params, tokens, cache)
         best = argmax(model.unembed(params, output.hidden[:, -scored:]))
         return best[:, -1], (tokens.at[:, -scored:].set(best), output.cache)
 
@@ -121,9 +114,7 @@ def model_step(
     return TimedPass(run, params, (tokens, cache))
 
 
-def head_step(
-    head: Head, params: Params, slots: int, batch: int, width: int = 1, children: int = 1
-) -> TimedPass:
+def head_step(head: Head, params: Params, slots: int, batch: int) -> TimedPass:
     """Returns a pass of a head with its scores, after the first of a round.
 
     Args:
@@ -131,33 +122,20 @@ def head_step(
       params: ``{"head": ..., "target": ...}``.
       slots: The slots of the cache.
       batch: B, rows.
-      width: Drafts per row and pass; 1 for a chain.
-      children: The number of children of each draft of a tree.
     """
-    seen = None if width == 1 else jnp.eye(width, dtype=bool)[None]
 
     def run(params, token, carry):
-        x, best, score, cache = carry
-        best = best.at[:, 0, 0].set(token)
-        x, cache = head.feed(params, head.recycle(params, x), best[:, :, 0], cache, 0, seen)
-        x, logits = x.astype(carry[0].dtype), head.unembed(params, x)
-        if seen is None:
-            best = argmax(logits)[:, :, None]
-        else:
-            logp = jax.nn.log_softmax(logits, axis=-1)
-            # All of the best are carried: if only one is read, XLA sorts the whole vocabulary.
-            score, best = jax.lax.top_k(logp + score[:, :, :1], children)
-        return best[:, 0, 0], (x, best, score, cache)
+        x, cache = carry
+        fed, cache = head.feed(params, head.recycle(params, x), token[:, None], cache, 0, None)
+        x = fed.astype(x.dtype)
+        return argmax(head.unembed(params, x))[:, 0], (x, cache)
 
     with use_mesh(mesh_of(params)):
         cache = head.init_cache(params, batch, slots)
         dtype = jax.tree.leaves(cache)[0].dtype
         cache = cache.commit(jnp.full((batch,), slots // 2, jnp.int32))
-        x = jnp.ones((batch, width, head.width), dtype)
-        shape = (batch, width, children)
-        best = jnp.zeros(shape, jnp.int32)
-        score = jnp.zeros(shape)
-    return TimedPass(run, params, (x, best, score, cache))
+        x = jnp.ones((batch, 1, head.width), dtype)
+    return TimedPass(run, params, (x, cache))
 
 
 def refresh_step(
@@ -246,20 +224,6 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Tim
     return TimedPass(run, params, (state, tokens, sampler, features))
 
 
-def pass_timer(
-    model: Model,
-    params: Params,
-    width: int,
-    slots: int,
-    batch: int,
-    iterations: int = ITERATIONS,
-    seen: jax.Array | None = None,
-) -> Timer:
-    """Returns the timer of a pass of a model in a loop of its own; see ``model_step``."""
-    step = model_step(model, params, width, slots, batch, seen=seen)
-    return steps_timer([step], batch, iterations)
-
-
 def round_timer(
     target: LoadedModel,
     draft: LoadedModel | LoadedHead | None,
@@ -279,7 +243,7 @@ def round_timer(
       draft: What drafts; None if no pass does.
       num_draft: Drafted tokens per round.
       num_passes: Passes of the draft: the first, which scores the first draft, and others that
-        feed one token per row. Where passes are not told apart (see ``can_split``), any number but
+        feed one token per row. Where passes are timed together (see ``can_split``), any number but
         0 stands for all of them.
       slots: The slots of the caches.
       batch: B, rows.
@@ -317,9 +281,8 @@ def _draft_steps(target, draft, params, num_draft, slots, batch):
 def can_split(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
     """Returns whether the first pass of a round can be timed apart from the others.
 
-    It can where one model or one ``Head`` runs all of them, and a model one token in each of the
-    others; of other drafters all passes of a round
-    are timed together.
+    It can where one model or one ``Head`` runs all of them, and the others feed a model one token.
+    All passes of other drafters are timed together.
     """
     drafting = registry.find(draft.method).drafting
     if drafting.draft == "model":

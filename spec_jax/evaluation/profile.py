@@ -25,7 +25,7 @@ from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.meshes import use_mesh
 from spec_jax.sampling import make_sampler
-from spec_jax.show.tables import Section
+from spec_jax.show.tables import Section, Table
 
 ROUNDS = 32  # at most, in one call
 _CALLS = 7  # without a trace; the median counts
@@ -206,35 +206,30 @@ def profile_cells(
     return profiles
 
 
-def document(records: Mapping[str, RoundProfile]) -> list[str]:
-    """Returns the blocks of report.md: a heading, what the columns mean, and the tables."""
-    tables = [f"#{section.text(is_markdown=True)}" for section in sections(records)]
-    return ["## Where a round goes", LEGEND, *tables] if tables else []
-
-
 def sections(records: Mapping[str, RoundProfile]) -> list[Section]:
     """Returns a table of stages for each profile.
 
     Args:
       records: The records by what was profiled.
     """
-    return [_section(label, record) for label, record in records.items()]
+    found = [_section(label, record) for label, record in records.items()]
+    return [found[0]._replace(text=[LEGEND]), *found[1:]] if found else []
 
 
 def _section(label: str, record: RoundProfile) -> Section:
     def line(name, ms, share, waiting, count):
         return (name, f"{ms:.3f}", f"{share:.1%}", f"{waiting:.3f}", f"{count:.1f}")
 
+    title = (
+        f"{label}: a round takes {record.round_ms:.3f} ms; traced, "
+        f"{record.traced_ms:.3f} ({record.overhead:.2f} times as long)"
+    )
+    if record.note:
+        return Section(title, [record.note], is_brief=True)
     rows = [
         line(stages.name_of((s.stage, s.part)), s.ms, s.share, s.waiting_ms, s.operations)
         for s in record.stages
     ]
     rest = 1 - record.covered
     rows.append(line("begin and end of the call", rest * record.round_ms, rest, 0, 0))
-    title = (
-        f"{label}: a round takes {record.round_ms:.3f} ms; traced, "
-        f"{record.traced_ms:.3f} ({record.overhead:.2f} times as long)"
-    )
-    if record.note:
-        return Section(f"{title}; {record.note}", _HEADER, [])
-    return Section(title, _HEADER, rows, _HEADER[1:])
+    return Section(title, table=Table(_HEADER, rows, _HEADER[1:]), is_brief=True)

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 NONE = Interval(math.nan, math.nan, math.nan)
 
 
+def figure(name: str, interval: Interval) -> dict[str, Any]:
+    """Returns the entries of report.json of a figure; its interval is None where there is none."""
+    bounds = None if math.isnan(interval.low) else interval.bounds
+    return {name: interval.value, f"{name}_interval": bounds}
+
+
 class Counts(NamedTuple):
     """What one cell did, by question.
 
@@ -52,6 +58,12 @@ class Counts(NamedTuple):
     ) -> np.ndarray:
         """Computes tau and the conditional acceptance at each position from sums of the counts.
 
+        Args:
+          tokens: i64[...].
+          rounds: i64[...].
+          reached: i64[...,K].
+          accepted: i64[...,K].
+
         Returns:
           f64[...,1+K], NaN where no draft was reached.
         """
@@ -80,26 +92,21 @@ class CategoryResult(NamedTuple):
     tau: Interval
     acceptance: tuple[Interval, ...]
     tokens_per_s: float | None = None
-    plain_tokens_per_s: float | None = None
     speedup: Interval | None = None
 
-    def to_dict(self, is_plain: bool) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns an entry of ``categories`` of report.json."""
         entry = {
             "group": self.group,
             "questions": self.questions,
-            "tau": self.tau.value,
-            "tau_interval": self.tau.bounds,
+            **figure("tau", self.tau),
             "acceptance_by_position": [x.value for x in self.acceptance],
         }
         if self.speedup is None:
             return entry
-        return entry | {
-            "tokens_per_s": self.tokens_per_s,
-            "plain_tokens_per_s": self.plain_tokens_per_s,
-            "speedup": self.speedup.value,
-            "speedup_interval": None if is_plain else self.speedup.bounds,
-        }
+        plain = self.tokens_per_s / (self.speedup.value or math.nan)
+        speeds = {"tokens_per_s": self.tokens_per_s, "plain_tokens_per_s": plain}
+        return entry | speeds | figure("speedup", self.speedup)
 
 
 class KindResult(NamedTuple):
@@ -123,10 +130,8 @@ class KindResult(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns an entry of ``acceptance_by_kind`` of report.json."""
-        rate = self.acceptance.value
-        bounds = self.acceptance.bounds
         counts = {"reached": self.reached, "accepted": self.accepted}
-        return counts | {"acceptance": rate, "interval": bounds}
+        return counts | {"acceptance": self.acceptance.value, "interval": self.acceptance.bounds}
 
 
 class RoundTime(NamedTuple):
@@ -136,8 +141,7 @@ class RoundTime(NamedTuple):
       round_ms: The mean time of a round of a batch; of plain decoding, of a token.
       verify_ms: A pass of K + 1 tokens; None of a tree, whose passes were not measured.
       draft_ms: What its K draft passes add; None where they were not measured.
-      rest_ms: Acceptance, commits and dispatch.
-      plain_rest_ms: The same rest of plain decoding.
+      plain_rest_ms: The ``rest_ms`` of plain decoding.
       draft_cost: A draft pass after the first of a round over a target pass of one token; where
         passes are not told apart, their cost per drafted token.
       is_draft_cost_significant: Whether that cost differs from 0.
@@ -146,10 +150,16 @@ class RoundTime(NamedTuple):
     round_ms: float
     verify_ms: float | None = None
     draft_ms: float | None = None
-    rest_ms: float | None = None
     plain_rest_ms: float | None = None
     draft_cost: float | None = None
     is_draft_cost_significant: bool = True
+
+    @property
+    def rest_ms(self) -> float | None:
+        """Acceptance, commits and dispatch."""
+        if self.verify_ms is None:
+            return None
+        return self.round_ms - self.verify_ms - self.draft_ms
 
     def to_dict(self, is_plain: bool) -> dict[str, Any]:
         """Returns the entries of report.json."""
@@ -175,19 +185,16 @@ class CellResult:
       is_lossless: Whether the rule keeps the target's distribution.
       speedup: Tokens per second over those of plain decoding; of plain decoding 1.
       tokens_per_s: Decoded tokens per second, without prefill and compilation.
-      plain_tokens_per_s: Those of plain decoding, which took turns with the cell.
       num_pairs: The pairs of times that the interval of the speed-up is over.
       stats: Counts and times of all rows.
       tau: Mean acceptance length, tokens emitted per target pass.
       acceptance: By position, of the drafts whose predecessors were all accepted, the share
         that was accepted; of a tree, by level.
-      rows: The number of prompts.
       identical_rows: Rows whose tokens equal plain decoding's; None where the rule samples other
         tokens of the same distribution.
       differences: Rows that diverge from plain decoding, as far as they were examined.
       looping_share: The share of tokens that repeat in loops.
       finish_reasons: Rows by how they ended.
-      compile_s: Seconds of compilation.
       predicted_speedup: The speed-up that acceptance and the costs of passes predict; None if
         it is not known, NaN of a tree.
       busy_share: The share of the rows that run in a round, on average.
@@ -205,17 +212,14 @@ class CellResult:
     is_lossless: bool
     speedup: Interval
     tokens_per_s: float
-    plain_tokens_per_s: float
     num_pairs: int
     stats: Stats
     tau: Interval
     acceptance: tuple[Interval, ...]
-    rows: int
     identical_rows: int | None
     differences: tuple[RowAudit, ...] = ()
     looping_share: float = 0.0
     finish_reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    compile_s: float = 0.0
     predicted_speedup: float | None = None
     busy_share: float = math.nan
     round_time: RoundTime | None = None
@@ -225,6 +229,16 @@ class CellResult:
     compared_with: str = ""
     difference: tuple[Interval, ...] = ()
     teacher_forced: tuple[float, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """The number of prompts."""
+        return sum(self.finish_reasons.values())
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """Tokens per second of plain decoding, which took turns with the cell."""
+        return self.tokens_per_s / self.speedup.value if self.speedup.value else math.nan
 
     @property
     def is_identical(self) -> bool | None:
@@ -245,14 +259,12 @@ class CellResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the entry of ``results`` of report.json."""
-        is_plain = self.cell.is_plain
         entry = {
             **self.cell._asdict(),
             "label": self.cell.label,
             "batch": self.batch,
             "is_lossless": self.is_lossless,
-            "speedup": self.speedup.value,
-            "speedup_interval": None if is_plain else self.speedup.bounds,
+            **figure("speedup", self.speedup),
             "num_pairs": self.num_pairs,
             "plain_tokens_per_s": self.plain_tokens_per_s,
             "identical_to_plain": self.is_identical,
@@ -263,15 +275,15 @@ class CellResult:
             "finish_reasons": dict(self.finish_reasons),
             **self.stats.to_dict(),
             "tokens_per_s": self.tokens_per_s,
-            "compile_s": self.compile_s,
+            "compile_s": self.stats.compile_s,
             "tau_interval": self.tau.bounds,
             "accept_intervals": [x.bounds for x in self.acceptance],
-            "categories": {n: x.to_dict(is_plain) for n, x in self.categories.items()},
+            "categories": {n: x.to_dict() for n, x in self.categories.items()},
             "predicted_speedup": self.predicted_speedup,
             "busy_share": self.busy_share,
         }
         if self.round_time is not None:
-            entry |= self.round_time.to_dict(is_plain)
+            entry |= self.round_time.to_dict(self.cell.is_plain)
         if self.kinds:
             entry["acceptance_by_kind"] = {n: x.to_dict() for n, x in self.kinds.items()}
         if self.places:

@@ -11,13 +11,14 @@ import numpy as np
 from spec_jax.evaluation.results import CellResult
 from spec_jax.show import page
 from spec_jax.show.plots import panels
-from spec_jax.show.tables import Section, table
+from spec_jax.show.tables import Entry, Section, Table
 
-MEANINGS = {
+COLUMNS = {
     "method": "what drafts; trees are named by the children of each depth, as 3x2x1, or by "
     "nodes:levels:children",
     "K": "drafted tokens per round",
     "T": "sampling temperature of target and draft; 0 is greedy",
+    "batch": "prompts decoded together",
     "rule": "the acceptance rule",
     "tau": "mean acceptance length: tokens emitted per target pass, the target's own token "
     "included",
@@ -33,11 +34,17 @@ MEANINGS = {
     "identical": "whether every token equals plain decoding's; – where the rule samples other "
     "tokens of the same distribution; near ties: rounding explains every row that diverges",
 }
-_NUMBERS = ("K", "T", "tok/s", "plain tok/s", "tau", "speed-up", "predicted")
+_NUMBERS = ("K", "T", "batch", "tok/s", "plain tok/s", "tau", "speed-up", "predicted")
 
 
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
-    """Formats a number; a dash where there is none."""
+    """Formats a number; a dash where there is none.
+
+    Args:
+      value: The number, or None or NaN.
+      form: As of ``format``.
+      unit: Follows the number.
+    """
     return "–" if value is None or math.isnan(value) else f"{value:{form}}{unit}"
 
 
@@ -59,43 +66,91 @@ def identical_text(result: CellResult) -> str:
     return "yes" if result.is_identical else "–"
 
 
-def _row(result: CellResult) -> list[str]:
-    cell = result.cell
-    is_plain = result.cell.is_plain
-    rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
+def speed_bar(result: CellResult, end: float) -> list[tuple[str, float, float]]:
+    """Returns the bar of a speed-up, see ``Entry``: its interval, 1, the prediction, the figure.
+
+    Args:
+      result: What was measured.
+      end: Where the line ends; what lies beyond is cut off.
+    """
+    value, low, high = result.speedup
+    look = "faster" if low > 1 else "slower" if high < 1 else "unsure"
+    predicted = result.predicted_speedup or math.nan
+    pieces = (
+        ("one", 1.0, 1.0),
+        (look, low, high),
+        ("tick", predicted, predicted),
+        (f"{look} dot", value, value),
+    )
     return [
-        f"{cell.title} {cell.tree}" if cell.tree else cell.title,
-        "–" if is_plain else str(cell.k),
-        f"{cell.temperature:g}",
-        "–" if is_plain else cell.rule,
-        number(result.tau.value),
-        " ".join(rates) or "–",
-        number(result.tokens_per_s, ".0f"),
-        "–" if is_plain else number(result.plain_tokens_per_s, ".0f"),
-        number(result.speedup.value, ".2f", "x"),
-        "–" if is_plain else interval_text(result),
-        "–" if is_plain else number(result.predicted_speedup, ".2f", "x"),
-        identical_text(result),
+        (name, *(min(max(x, 0.0), end) / end for x in ends))
+        for name, *ends in pieces
+        if all(map(math.isfinite, ends))
     ]
 
 
-def results_table(results: Sequence[CellResult], *, is_markdown: bool = False) -> str:
-    """Formats the results; as text, with one blank line between temperatures."""
-    rows = []
-    for before, result in zip([None, *results], results):
-        if before and not is_markdown and result.cell.temperature != before.cell.temperature:
-            rows.append([""] * len(MEANINGS))
-        rows.append(_row(result))
-    return table([*MEANINGS], rows, numbers=_NUMBERS, is_markdown=is_markdown)
+def largest(results: Sequence[CellResult], least: float = 1.2) -> float:
+    """Returns the end of an axis of speed-ups; intervals that are much wider are cut off."""
+    ends = [least]
+    for r in results:
+        value = r.speedup.value
+        ends += [value, min(r.speedup.high, 1.6 * value), r.predicted_speedup or 0.0]
+    return max(x for x in ends if math.isfinite(x))
+
+
+def rates_text(result: CellResult) -> str:
+    """Formats the acceptance by position, without zeros before the point."""
+    rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
+    return " ".join(rates) or "–"
+
+
+def _row(result: CellResult, is_best: bool, end: float) -> dict[str, str | Entry]:
+    cell = result.cell
+    look = {True: "good", False: "bad", None: ""}[result.is_identical]
+    if not result.is_lossless or look == "bad" and result.has_near_ties_alone:
+        look = "warn"
+    row = {
+        "method": f"{cell.title} {cell.tree}" if cell.tree else cell.title,
+        "K": str(cell.k),
+        "T": f"{cell.temperature:g}",
+        "batch": str(result.batch),
+        "rule": cell.rule,
+        "tau": number(result.tau.value),
+        "accepted at 1, 2, 3 …": rates_text(result),
+        "tok/s": number(result.tokens_per_s, ".0f"),
+        "plain tok/s": number(result.plain_tokens_per_s, ".0f"),
+        "speed-up": Entry(number(result.speedup.value, ".2f", "x"), "strong"),
+        "95 % interval": Entry(interval_text(result), bar=speed_bar(result, end)),
+        "predicted": number(result.predicted_speedup, ".2f", "x"),
+        "identical": Entry(identical_text(result), look),
+    }
+    if cell.is_plain:
+        row |= dict.fromkeys(("K", "rule", "plain tok/s", "95 % interval", "predicted"), "–")
+    return row | {"method": Entry(row["method"], "best" * is_best or "plain" * cell.is_plain)}
+
+
+def results_table(results: Sequence[CellResult]) -> Table:
+    """Returns the table of all cells; a page marks the fastest if it is significantly faster."""
+    best = max(comparable(results), key=lambda r: r.speedup.value, default=None)
+    end = largest(results)
+    rows = [_row(r, r is best and r.speedup.low > 1, end) for r in results]
+    temperatures = {r.cell.temperature for r in results}
+    batches = {r.batch for r in results}
+    header = [name for name in COLUMNS if name != "batch" or len(batches) > 1]
+    filters = {"T": ""} if len(temperatures) > 1 else {}
+    filters |= {"batch": str(results[0].batch)} if len(batches) > 1 else {}
+    return Table(header, [[row[name] for name in header] for row in rows], _NUMBERS, "T", filters)
 
 
 def counted_sections(results: Sequence[CellResult]) -> list[Section]:
     """Returns the tables of acceptance by kind of token and by place, if they were counted."""
-    return [*_by_kind([r for r in results if r.kinds]), *_by_place(results)]
-
-
-def _by_place(results: Sequence[CellResult]) -> list[Section]:
-    rows = [
+    kinds = next(([*r.kinds] for r in results if r.kinds), [])
+    by_kind = [
+        [r.cell.name, f"{r.cell.temperature:g}", *(f"{r.kinds[k].acceptance:.2f}" for k in kinds)]
+        for r in results
+        if r.kinds
+    ]
+    by_place = [
         [
             r.cell.name,
             f"{r.cell.temperature:g}",
@@ -106,30 +161,36 @@ def _by_place(results: Sequence[CellResult]) -> list[Section]:
         for r in results
         for place, found in r.places.items()
     ]
-    columns = ["reached", "first child", "any child", "bound", "any / bound"]
-    title = "Acceptance by place: what follows each accepted token that has drafts after it"
-    header = ["method", "T", "after", *columns]
-    return [Section(title, header, rows, ("T", "reached"))] if rows else []
-
-
-def _by_kind(counted: Sequence[CellResult]) -> list[Section]:
-    if not counted:
-        return []
-    kinds = [*counted[0].kinds]
-    rows = [
-        [r.cell.name, f"{r.cell.temperature:g}", *(f"{r.kinds[k].acceptance:.2f}" for k in kinds)]
-        for r in counted
+    places = ["after", "reached", "first child", "any child", "bound", "any / bound"]
+    sections = [
+        Section(
+            "Acceptance by kind of token, of the drafts that were reached",
+            table=Table(["method", "T", *kinds], by_kind, ("T",)),
+        ),
+        Section(
+            "Acceptance by place: what follows each accepted token that has drafts after it",
+            table=Table(["method", "T", *places], by_place, ("T", "reached")),
+        ),
     ]
-    title = "Acceptance by kind of token, of the drafts that were reached"
-    return [Section(title, ["method", "T", *kinds], rows, ("T",))]
+    return [section for section in sections if section.table.rows]
 
 
 def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[str]) -> str:
-    """Returns the results as HTML, for a notebook."""
-    rows = [[*MEANINGS], *map(_row, results)]
-    html = page.table(title, [*rows, *(["", line] for line in sentences)])
-    parts = counted_sections(results)
-    return html + "".join(page.table(part.title, [part.header, *part.rows]) for part in parts)
+    """Returns the results as HTML, for a notebook.
+
+    Args:
+      title: What was compared.
+      results: The results.
+      sentences: Shown below the first table.
+    """
+    parts = [Section(title, table=results_table(results)), *counted_sections(results)]
+    notes = [["", line] for line in sentences]
+    tables = []
+    for part in parts:
+        rows = [part.table.header, *part.table.rows]
+        tables.append(page.table(part.title, [[*map(str, row)] for row in rows] + notes))
+        notes = []
+    return "".join(tables)
 
 
 def length_notes(results: Sequence[CellResult]) -> list[str]:

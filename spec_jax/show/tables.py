@@ -1,18 +1,24 @@
-"""Tables for the screen and for Markdown files."""
+"""Sections of a report: texts, tables and figures, for the screen, for Markdown and for a page."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+import functools
+import shutil
+import textwrap
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tabulate
 
 tabulate.MIN_PADDING = 0  # titles are as narrow as their cells
+_WIDEST = 100  # characters of a line of text on the screen
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def table(
     header: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Any]],
     *,
     numbers: Collection[str] = (),
     is_markdown: bool = False,
@@ -27,32 +33,108 @@ def table(
     """
     align = ["right" if title in numbers else "left" for title in header]
     style = "pipe" if is_markdown else "simple"
+    rows = [list(map(str, row)) for row in rows]
     if is_markdown:  # or a category's name would begin another column
-        header, rows = _escaped(header), map(_escaped, rows)
-    text = tabulate.tabulate(list(rows), header, style, colalign=align, disable_numparse=True)
+        header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in (header, *rows))
+    text = tabulate.tabulate(rows, header, style, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _escaped(cells: Sequence[str]) -> list[str]:
-    return [cell.replace("|", "\\|") for cell in cells]
+class Entry(NamedTuple):
+    """A cell of a table with what a page shows beside its text.
+
+    Attributes:
+      text: All that the screen and Markdown show.
+      look: Classes of the page's style sheet, such as "good".
+      bar: Pieces of a line that goes from 0 to 1: the look of each, its begin and its end.
+      shade: The background, from -1 (slower) to 1 (faster); None for none.
+    """
+
+    text: str
+    look: str = ""
+    bar: Sequence[tuple[str, float, float]] = ()
+    shade: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Table(NamedTuple):
+    """A table of a section.
+
+    Attributes:
+      header: The titles of the columns.
+      rows: The cells, texts or ``Entry``.
+      numbers: Titles of the columns that are aligned at the right.
+      group: The title of a column; on the screen an empty line stands where its value changes.
+      filters: Titles of columns by whose values a page hides rows. The value says which rows are
+        shown at first, and are all of them elsewhere; "" stands for all.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | Entry]]
+    numbers: Collection[str] = ()
+    group: str = ""
+    filters: Mapping[str, str] = _NONE
+
+    def text(self, *, is_markdown: bool = False) -> str:
+        """Formats the rows that are shown at first, without the columns that choose them."""
+        chosen = {self.header.index(name): x for name, x in self.filters.items() if x}
+        kept = [i for i in range(len(self.header)) if i not in chosen]
+        rows = []
+        before = None
+        for row in self.rows:
+            if any(str(row[i]) != x for i, x in chosen.items()):
+                continue
+            value = str(row[self.header.index(self.group)]) if self.group else None
+            if rows and value != before and not is_markdown:
+                rows.append([""] * len(kept))
+            before = value
+            rows.append([row[i] for i in kept])
+        header = [self.header[i] for i in kept]
+        return table(header, rows, numbers=self.numbers, is_markdown=is_markdown)
 
 
 class Section(NamedTuple):
-    """A table with a title, for the screen and for report.md.
+    """A part of a report: each of its fields is shown where there is something.
 
     Attributes:
-      title: What the table shows.
-      header: The titles of the columns.
-      rows: The cells, already formatted.
-      numbers: Titles of the columns that are aligned at the right.
+      title: The heading.
+      text: Sentences: one is a paragraph, several are a list.
+      table: A table.
+      terms: Meanings by name: of the columns of the table, or facts.
+      figure: The name of a plot's PNG file in the folder of the run.
+      is_brief: Whether the short report on the screen has it.
     """
 
     title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Collection[str] = ()
+    text: Sequence[str] = ()
+    table: Table | None = None
+    terms: Mapping[str, str] = _NONE
+    figure: str = ""
+    is_brief: bool = False
 
-    def text(self, *, is_markdown: bool = False) -> str:
-        """Formats the title, an empty line in Markdown, and the table."""
-        cells = table(self.header, self.rows, numbers=self.numbers, is_markdown=is_markdown)
-        return f"## {self.title}\n\n{cells}" if is_markdown else f"{self.title}\n{cells}"
+    def console(self) -> str:
+        """Formats the section for the screen, in lines as wide as it; "" if it is a figure."""
+        if self.figure and self.table is None:
+            return ""
+        width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
+        fill = functools.partial(textwrap.fill, width=width, break_on_hyphens=False)
+        bullet = "- " * (len(self.text) > 1)
+        lines = [fill(bullet + line, subsequent_indent=" " * len(bullet)) for line in self.text]
+        lines += [] if self.table is None else [self.table.text()]
+        lines += [""] * bool(lines and self.terms)
+        lines += [
+            fill(f"  {name:15} {x}", subsequent_indent=" " * 18) for name, x in self.terms.items()
+        ]
+        return "\n".join([self.title] * bool(lines and self.title) + lines)
+
+    def markdown(self) -> str:
+        """Formats the section as Markdown."""
+        bullet = "- " * (len(self.text) > 1)
+        blocks = [f"## {self.title}"] if self.title else []
+        blocks += ["\n".join(bullet + line for line in self.text)] if self.text else []
+        blocks += [] if self.table is None else [self.table.text(is_markdown=True)]
+        blocks += ["\n".join(f"- **{name}**: {x}" for name, x in self.terms.items())]
+        blocks += [f"![{self.figure}]({self.figure})"] if self.figure else []
+        return "\n\n".join(filter(None, blocks))

@@ -16,7 +16,7 @@ from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import compare as comparing
 from spec_jax.evaluation.bench import Bench, in_dtype
 from spec_jax.evaluation.cells import Cell
-from spec_jax.evaluation.compare import Tally, name_drafts, results_of
+from spec_jax.evaluation.compare import CellRun, name_drafts, results_of
 from spec_jax.evaluation.token_kinds import TOKEN_KINDS, token_kinds
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -83,22 +83,22 @@ def test_figures_are_those_of_independent_arithmetic(pair, monkeypatch):
     cells = [Cell("plain", 0, 0.0), Cell("ngram", 2, 0.0, "greedy")]
     turns = {(cell, i): [] for cell in cells for i in range(4)}
     monkeypatch.setattr(Bench, "run", run)
-    tallies = [Tally(bench, cell) for cell in cells]
-    for _ in comparing.take_turns(tallies, itertools.product(range(3), bench.batches)):
+    runs = [CellRun(bench, cell) for cell in cells]
+    for _ in comparing.run_interleaved(runs, itertools.product(range(3), bench.batches)):
         pass
     assert next(calls) == 2 * 4 * 3
-    _, result = results_of(tallies, [[0, 1], [2], [3]])
+    _, result = results_of(runs, [[0, 1], [2], [3]])
     plain_s, own_s = np.asarray([4.0, 8, 12, 16]), np.asarray([1.0, 2, 3, 4])  # medians of three
     assert result.speedup.value == pytest.approx(4.0)
     assert result.plain_tokens_per_s == pytest.approx(4 * 5 / plain_s.sum())
     assert result.tokens_per_s == pytest.approx(4 * 5 / own_s.sum())
-    stats = [row.stats for row in tallies[1].rows.values()]
+    stats = [row.stats for row in runs[1].rows.values()]
     rounds = np.asarray([stats[0].rounds + stats[1].rounds, stats[2].rounds, stats[3].rounds])
     assert result.tau.value == pytest.approx(20 / rounds.sum())
     without = np.asarray([10, 15, 15]) / (rounds.sum() - rounds)  # a question left out at a time
     width = 4.302653 * without.std() * math.sqrt(2)  # Student's t, two degrees of freedom
     assert result.tau.high == pytest.approx(min(result.tau.value + width, 3.0), rel=1e-5)
-    check_kinds(result, kinds, tallies[1].rows)
+    check_kinds(result, kinds, runs[1].rows)
 
 
 def check_kinds(result, kinds, rows):
@@ -148,18 +148,18 @@ def test_speedups_are_over_plain_decoding_of_the_same_dtype_or_the_fastest(pair,
     monkeypatch.setattr(Bench, "run", run)
     cells = [Cell("plain", 0, 0.0), Cell("ngram", 2, 0.0, "greedy")]
     cells = [cell._replace(dtype=dtype) for cell in cells for dtype in by_dtype]
-    tallies = [Tally(bench, cell) for cell in cells]
-    for _ in comparing.take_turns(tallies, [(0, 0), (0, 1)]):
+    runs = [CellRun(bench, cell) for cell in cells]
+    for _ in comparing.run_interleaved(runs, [(0, 0), (0, 1)]):
         pass
     weights = {cell.dtype: bench.decoder(cell).params()["target"]["embed"] for cell in cells}
     assert {dtype: str(array.dtype) for dtype, array in weights.items()} == {d: d for d in by_dtype}
     for is_over_fastest, expected in ((False, [1, 1, 4, 2]), (True, [0.5, 1, 2, 2])):
-        results = results_of(tallies, [[0], [1]], is_over_fastest=is_over_fastest)
+        results = results_of(runs, [[0], [1]], is_over_fastest=is_over_fastest)
         assert [r.speedup.value for r in results] == pytest.approx(expected)
         assert [r.cell.name for r in results[2:]] == ["ngram float32 K=2", "ngram bfloat16 K=2"]
-        for r, tally in zip(results, tallies):  # tokens are compared within a dtype
-            same = next(t for t in tallies if t.cell.dtype == r.cell.dtype)
-            equal = [tally.rows[i].tokens == same.rows[i].tokens for i in (0, 1)]
+        for r, run in zip(results, runs):  # tokens are compared within a dtype
+            same = next(t for t in runs if t.cell.dtype == r.cell.dtype)
+            equal = [run.rows[i].tokens == same.rows[i].tokens for i in (0, 1)]
             assert r.identical_rows == sum(equal)
 
 

@@ -34,7 +34,7 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.bench import Run
-from spec_jax.evaluation.compare import Tally
+from spec_jax.evaluation.compare import CellRun
 from spec_jax.evaluation.prompts import fitting
 from spec_jax.evaluation.results import Counts
 from spec_jax.loading import random_head
@@ -77,7 +77,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys
     assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
     assert "mean acceptance length" in capsys.readouterr().out
     text = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
-    assert re.search(r"memory of the process, with all models: [\d,]+ MiB", text)
+    assert re.search(r"with all models\*\*: [\d,]+ MiB", text)
 
 
 @pytest.mark.exhaustive
@@ -170,16 +170,16 @@ def test_the_turns_of_a_question_count_together():
 
 
 def test_rows_that_end_early_leave_a_batch_less_busy():
-    run = lambda *rounds: Run(0.0, 1.0, [Row(Stats(rounds=n)) for n in rounds])
+    of = lambda *rounds: Run(0.0, 1.0, [Row(Stats(rounds=n)) for n in rounds])
 
     def busy_share(*runs):
-        tally = Tally(None, None)
-        tally.runs = dict(enumerate(runs))
-        return tally.busy_share
+        run = CellRun(None, None)
+        run.runs = dict(enumerate(runs))
+        return run.busy_share
 
-    assert busy_share(run(7), run(3)) == 1  # batches of one row
-    assert math.isnan(busy_share(run(0)))  # prefill's token was a stop token
-    assert busy_share(run(8, 4), run(2, 2)) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
+    assert busy_share(of(7), of(3)) == 1  # batches of one row
+    assert math.isnan(busy_share(of(0)))  # prefill's token was a stop token
+    assert busy_share(of(8, 4), of(2, 2)) == 16 / 20  # 12 of 16 rows and rounds, 4 of 4
 
 
 # What depends on the clock, or on what else the machine does.

@@ -65,7 +65,7 @@ REFUSED = [
     ("decode", {"target": "no/such"}, "neither a directory nor a zoo name"),
     ("decode", {"data": "no/such.jsonl"}, "cannot be read"),
     ("decode", {"drafter": "spec_jax.drafters.model_free:NO_DRAFT"}, "'plain', .*drafter._replace"),
-    ("decode", {"rule": "spec_jax.rules:MATCH"}, "the name 'match', which tables use"),
+    ("decode", {"rule": "spec_jax.rules:MATCH"}, "the name 'match', which a rule of the package"),
     ("plan", {"topology": "v9:2x2"}, "known chips: v4, v5e"),
     ("plan", {"mesh": "data:2,tensor:2"}, "has 4 devices; v5e:2x4 has 8"),
     ("plan", {"batch": "8,x"}, "batch is '8,x'; expected positive integers"),

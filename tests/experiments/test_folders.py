@@ -55,28 +55,26 @@ def refused(monkeypatch):
     def compile_all(bench, cells, **_):
         if bench.batch in sizes:
             raise PromptError(f"no room for {bench.batch}")
-        return {}
+        return costs.Costs(1.0, {}, {1: 1.0}, 128, 1)
 
-    def line(self, stage, tally, group, q, probs):
+    def line(self, stage, run, group, q, probs):
         found = dict(prompt=text_of(stage.bench.target, stage.bench.prompts[q]), tokens=[5])
         found |= dict(finish="length", decode_s=[0.5, 0.5], prefill_s=0.1, peak_bytes=None)
         found |= dict(counts={"emitted": 1, "first": 1})
         name = self.setup.questions.chosen[q].name
-        return {**key_of(tally.cell, stage.bench.batch, name), "turns": [found]}
+        return {**key_of(run.cell, stage.bench.batch, name), "turns": [found]}
 
     def measure(self, stage, groups, bar):
         for group in groups:
             self._answers.append(
                 [
-                    self._line(stage, tally, group, q, None)
+                    self._line(stage, run, group, q, None)
                     for q in group.questions
-                    for tally in stage.tallies
+                    for run in stage.runs
                 ]
             )
 
     monkeypatch.setattr(session, "compile_all", compile_all)
-    found = costs.Costs(1.0, {}, {1: 1.0}, 128, 1)
-    monkeypatch.setattr(costs.Costs, "measure", lambda *_, **__: found)
     monkeypatch.setattr(session.Evaluation, "_line", line)
     monkeypatch.setattr(session.Evaluation, "_measure", measure)
     return sizes

@@ -1,5 +1,6 @@
 """The page of a run: it shows the report's figures, texts are inert, and it loads nothing."""
 
+import base64
 import json
 import math
 import re
@@ -10,7 +11,9 @@ from support.report_entries import HOSTILE, answer, category, plain, result
 
 from experiments.comparison import plots
 from experiments.comparison.page import answers as packing
-from experiments.comparison.page.page import render, write_page
+from experiments.comparison.page.page import write_page
+from experiments.comparison.report import audit_summary, conclude, sections
+from spec_jax.evaluation.places import PlaceResult
 from spec_jax.evaluation.results import NONE, KindResult, RoundTime
 from spec_jax.intervals import Interval
 from spec_jax.show.page import COLORS, MEANING
@@ -24,8 +27,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.elements, self.scripts, self.texts, self._open, self._row = [], [], [], [], None
-        self.rows = []
+        self.elements, self.scripts, self.texts, self._open, self.rows = [], [], [], [], []
         self.feed(text)
         self.close()
         assert not self._open, self._open
@@ -49,104 +51,133 @@ class Page(HTMLParser):
             self.scripts[-1] += data
             return
         self.texts.append(data)
-        if {"td", "th"} & set(self._open) and "title" not in self._open:
+        if {"td", "th"} & set(self._open):
             self.rows[-1][-1] += data
-
-    @property
-    def sections(self):
-        return [a["id"] for tag, a in self.elements if tag == "section"]
 
 
 ONE = [plain(), result()]
 
 
-def page_of(results=(), answers=(), plots=None, **report):
-    return Page(render(report, results, answers, plots))
+def written(folder, results=(), answers=(), figures=(), **report):
+    """The page of a run, and its sections."""
+    report = {"config": {"repeats": 2}, "notes": []} | report
+    parts = sections(report, results, {}, figures)
+    write_page(folder / "report.html", report, results, parts, answers)
+    return (folder / "report.html").read_text(encoding="utf-8"), parts
 
 
-def test_the_page_shows_every_figure_of_a_run(tmp_path):
-    """Of a run with everything: each table's rows, the plots' figures, and the colours."""
+def everything():
+    """Results of two temperatures and batch sizes, of which one has all that is shown."""
     kinds = {"word": KindResult(8, 6, Interval(0.75, 0.5, 0.9))}
+    places = {"a sibling": PlaceResult(5, *[NONE._replace(value=0.5)] * 4)}
+    full = dict(categories={"g": category(2.104, 0.912, 0.8, 1.1, questions=80)}, kinds=kinds)
+    full |= dict(places=places, difference=(NONE._replace(value=0.25),), compared_with="the first")
     slow = dict(tau=NONE._replace(value=3.0), speedup=NONE._replace(value=0.5))
-    slow |= dict(identical_rows=15, differences=(RowAudit(0, "rounding"),))
+    slow |= dict(round_time=RoundTime(2.15, 1.5, 0.75, 0.2), identical_rows=15)
+    slow |= dict(differences=(RowAudit(0, "rounding"),))
     lossy = dict(speedup=NONE._replace(value=9.0), tau=NONE, is_lossless=False)
-    results = [
-        plain(round_time=RoundTime(1.25)),
-        result(categories={"qa": category(2.104, 0.912, 0.8, 1.1, questions=80)}, kinds=kinds),
-        result("mtp", 5, tree="2x2", round_time=RoundTime(2.15, 1.5, 0.75, -0.1, 0.2), **slow),
-        result("lossy", identical_rows=None, **lossy),
+    categories = {"g": category(1.0, 1.0, questions=80)}
+    return [
+        plain(round_time=RoundTime(1.25), categories=categories),
+        result(**full, teacher_forced=(0.8, 0.7, math.nan)),
+        result("mtp", 5, tree="2x2", categories=categories, **slow),
+        result("lossy", identical_rows=None, categories=categories, **lossy),
         result(k=2, batch=4, temperature=0.5, rule="residual", speedup=Interval(1, 0.9, 1.2)),
     ]
-    plots.plot_speedup(tmp_path / "speedup.png", results, {})
-    plots.plot_acceptance(tmp_path / "acceptance.png", results)
-    drawn = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
-    text = render({"config": {"x": math.nan}}, results, [answer()], drawn)
+
+
+def test_page_markdown_and_screen_show_every_figure_of_a_run(tmp_path):
+    """The same sections in the three: each table's rows, the plots, and the colours."""
+    results = everything()
+    figures = ("speedup.png", "acceptance.png")
+    plots.plot_speedup(tmp_path / figures[0], results, {})
+    plots.plot_acceptance(tmp_path / figures[1], results)
+    entries = dict(audit=audit_summary(results), notes=["a note"], conclusions=conclude(results))
+    entries |= dict(command="python -m x", config={"repeats": 2, "x": math.nan})
+    text, parts = written(tmp_path, results, [answer()], figures, **entries)
     found = Page(text)
-    assert found.sections == [
-        *("headline", "methods", "over-k", "categories", "acceptance", "counted", "batches"),
-        *("predicted", "tokens", "conditions"),
-    ]
-    assert ["|".join(cell.strip() for cell in row) for row in found.rows] == [
-        "method|K or tree|T|batch|speed-up|95\xa0% interval|predicted|tau|accepted at 1, 2 …|tok/s|"
-        "rule|identical",
-        "plain|–|0|1|1.00×||–|1.00|–|733|–|–",
-        "eagle-3|K=3|0|1|1.43×|1.21 to 1.65|1.57×|2.77||733|greedy|yes",
-        "mtp|tree 2x2|0|1|0.50×|one pair ?|1.57×|3.00||733|greedy|no (15/16 rows, near ties)",
-        "lossy|K=3|0|1|9.00×|one pair ?|1.57×|–||733|greedy|– (lossy)",
-        "eagle-3|K=2|0.5|4|1.00×|0.90 to 1.20 ?|1.57×|2.77||733|residual|yes",
-        "category|eagle-3 K=3",
-        "qa 80|0.91×2.10",
-        "all|1.43×2.77",  # 2.765 as Python rounds it
+    rows = ["|".join(cell.strip() for cell in row) for row in found.rows]
+    assert rows == [
+        "method|K|T|batch|rule|tau|accepted at 1, 2, 3 …|tok/s|plain tok/s|speed-up|95 % interval|"
+        "predicted|identical",
+        "plain|–|0|1|–|1.00|–|733|–|1.00x|–|–|yes",
+        "eagle-3|3|0|1|greedy|2.77|.80 .71 –|733|512|1.43x|1.21 to 1.65|1.57x|yes",
+        "mtp 2x2|5|0|1|greedy|3.00|.80 .71 –|733|1466|0.50x|one pair ?|1.57x|"
+        "no (15/16 rows, near ties)",
+        "lossy|3|0|1|greedy|–|.80 .71 –|733|81|9.00x|one pair ?|1.57x|– (lossy)",
+        "eagle-3|2|0.5|4|residual|2.77|.80 .71 –|733|733|1.00x|0.90 to 1.20 ?|1.57x|yes",
+        "method|T|tau|accepted at 1|accepted at 2|accepted at 3|looping",
+        "eagle-3 K=3|0|2.77|0.80|0.71|–|0%",
+        "mtp tree 2x2|0|3.00|0.80|0.71|–|0%",
+        "lossy K=3|0|–|0.80|0.71|–|0%",
         "method|T|word",
         "eagle-3 K=3|0|0.75 (0.50 to 0.90)",
+        "method|T|after|reached|first child|any child|bound|any / bound",
+        "eagle-3 K=3|0|a sibling|5|0.50|0.50|0.50|0.50",
+        "category|questions|eagle-3 K=3|mtp tree 2x2|lossy K=3",
+        "g|80|0.91 (0.80 to 1.10)|1.00|1.00",
+        "all|80|1.43 (1.21 to 1.65)|0.50|9.00",
+        "category|questions|eagle-3 K=3|mtp tree 2x2|lossy K=3",
+        "g|80|2.10|1.00|1.00",
+        "all|80|2.77|3.00|–",  # 2.765 as Python rounds it
         "method|T|batch 1|batch 4|pays",
         "eagle-3 K=3|0|1.43x (1.21 to 1.65)|–|everywhere",
         "mtp tree 2x2|0|0.50x (one pair ?)|–|nowhere",
         "lossy K=3|0|9.00x (one pair ?)|–|nowhere",
-        "cell|T|measured|predicted|measured / predicted|a round, ms|rest of a round, ms|"
-        "rest of plain, ms",
-        "eagle-3 K=3|0|1.43×|1.57×|0.91|–|–|–",
-        "mtp tree 2x2|0|0.50×|1.57×|0.32||-0.100|0.200",
-        "lossy K=3|0|9.00×|1.57×|5.74|–|–|–",
+        "method|T|round, ms|verify|draft|rest|pass / target's|measured|predicted|"
+        "measured / predicted",
+        "plain|0|1.250|–|–|–|–|–|–|–",
+        "mtp tree 2x2|0|2.150|1.500|0.750|-0.100|–|0.50|1.57|0.32",
+        "method|K|T|rows|identical|not examined|rounding|bug|farthest from float32",
+        "eagle-3|3|0|16|16|16|0|0|–",
+        "mtp 2x2|5|0|16|15|15|1|0|–",
     ]
     texts = "".join(found.texts)
-    assert "verify 1.50 ms, draft 0.75 ms, rest 0.00 ms" in texts
-    assert "plain decoding takes 3.75 ms for as many tokens" in texts
-    assert "eagle-3 K=3" in texts[: texts.index("Every method")], "the fastest lossless one"
-    pictures = [a["aria-label"] for tag, a in found.elements if tag == "svg" and "aria-label" in a]
-    assert any("eagle-3 K=3: 1.43 (1.21 to 1.65)" in picture for picture in pictures)
+    assert "eagle-3 K=3" in texts[: texts.rindex("Every method")], "the fastest lossless one"
+    for said in ("a note", "python -m x", "less the first: tau 0.250", "at most 0.0100 apart"):
+        assert said in texts
+    markdown = "\n".join(part.markdown() for part in parts)
+    screen = "\n".join(part.console() for part in parts)
+    for part in (part for part in parts if part.table):
+        for cell in (str(cell) for row in part.table.rows[:4] for cell in row):
+            assert cell in markdown and cell in screen
+    assert all(f"![{name}]({name})" in markdown for name in figures)
+    images = [a["src"].partition(",")[2] for tag, a in found.elements if tag == "img"]
+    svgs = [(tmp_path / name).with_suffix(".svg").read_bytes() for name in figures]
+    assert [*map(base64.b64decode, images)] == svgs
     ids = {a.get("id") for _, a in found.elements}
     links = [a["href"] for tag, a in found.elements if tag == "a"]
     assert links and all(link[0] == "#" and link[1:] in ids for link in links)
-    drawings = re.sub(r"(#|url\(#)[mp][0-9a-f]{10}", "", text[text.index("<main>") :])
-    assert not re.search(r"#[0-9a-f]{6}\b", drawings), "colours are the page's, light and dark"
     for kind, color in COLORS.items():
         channels = " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
         assert f"--{kind}: {channels};" in text
     assert json.loads(found.scripts[1]) == MEANING
 
 
-def test_a_section_or_a_column_appears_if_its_data_does():
-    usual = {"headline", "methods", "predicted", "conditions"}
-    assert set(page_of(ONE).sections) == usual and page_of().sections == ["conditions"]
-    assert set(page_of([result(predicted_speedup=None)]).sections) == usual - {"predicted"}
-    assert set(page_of([plain()]).sections) == {"methods", "conditions"}
-    assert not {"T", "batch", "rule"} & {cell.strip() for cell in page_of(ONE).rows[0]}
+def test_a_section_or_a_column_appears_if_its_data_does(tmp_path):
+    titles = lambda results: [part.title for part in written(tmp_path, results)[1]]
+    usual = ["Every method", "Tokens per target pass"]
+    assert titles(ONE) == usual and titles([]) == [] and titles([plain()]) == usual[:1]
+    header = written(tmp_path, ONE)[1][0].table.header
+    assert "batch" not in header and "T" in header
 
 
-def test_where_nothing_is_faster_the_page_says_so_and_marks_no_row():
-    marked = lambda page: [a for _, a in page.elements if a.get("class") == "best"]
+def test_where_nothing_is_faster_the_page_says_so_and_marks_no_row(tmp_path):
+    def page_of(*results):
+        found = Page(written(tmp_path, results)[0])
+        marked = [a for _, a in found.elements if "best" in a.get("class", "").split()]
+        return "".join(found.texts), len(marked)
+
     slow = result("ngram", speedup=Interval(0.62, 0.6, 0.64))
-    found = page_of([plain(), slow])
-    assert "Nothing beat plain decoding" in "".join(found.texts) and marked(found) == []
+    text, count = page_of(plain(), slow)
+    assert "Nothing beat plain decoding" in text and count == 0
     unsure = result(speedup=Interval(1.4, 0.9, 1.9))
-    assert marked(page_of([plain(), unsure])) == []
-    assert len(marked(page_of([plain(), slow, result()]))) == 1
+    assert page_of(plain(), unsure)[1] == 0 and page_of(plain(), slow, result())[1] == 1
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_becomes_markup(text, tmp_path):
-    usual = page_of(ONE, [answer()], notes=["n"], command="c", conclusions=["s"])
+    usual = written(tmp_path, ONE, [answer()], notes=["n"], command="c", conclusions=["s"])[0]
     options = dict(
         pieces=(text, "b", text, text),
         turn={"prompt": text, "finish": text, "rejected": [None, None, text, None]},
@@ -154,21 +185,21 @@ def test_no_text_becomes_markup(text, tmp_path):
     line = answer(question=text, category=text, cell=text, method=text, **options)
     results = [plain(), result(text, rule=text, tree=None)]
     report = {"notes": [text], "command": f"c{text}", "conclusions": [text]}
-    write_page(tmp_path / "report.html", report, results, [line])
-    found = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    found = Page(written(tmp_path, results, [line], **report)[0])
     tags = lambda page: [tag for tag, _ in page.elements]
-    assert tags(found) == tags(usual)
+    assert tags(found) == tags(Page(usual))
     assert not any(name.startswith("on") for _, a in found.elements for name in a)
     assert json.loads(found.scripts[0]) == json.loads(json.dumps(packing.select([line])))
 
 
-def test_the_page_loads_nothing():
-    text = render({"config": {"target": "https://x.org/m"}}, ONE, [answer()])
+def test_the_page_loads_nothing(tmp_path):
+    target = {"repeats": 2, "target": "https://x.org/m"}
+    text, _ = written(tmp_path, ONE, [answer()], config=target)
     found = Page(text)
     policy = next(a["content"] for _, a in found.elements if a.get("http-equiv"))
     assert "default-src 'none'" in policy
-    assert not any(tag in ("link", "iframe", "object", "img") for tag, _ in found.elements)
-    assert not any("src" in a for _, a in found.elements)
+    assert not any(tag in ("link", "iframe", "object") for tag, _ in found.elements)
+    assert all(a["src"].startswith("data:") for _, a in found.elements if "src" in a)
     styles = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in styles and "@import" not in styles
     assert not re.search(r"\bfetch\(|XMLHttpRequest|import\(|innerHTML", text)
@@ -207,7 +238,7 @@ def test_the_last_line_of_a_unit_and_the_smallest_batch_count():
     assert found["units"][0]["turns"][0]["ms"] == 11
 
 
-def test_memory_holds_some_questions_of_each_category(tmp_path):
+def test_memory_holds_some_questions_of_each_category_and_long_answers_are_cut(tmp_path):
     bare = {"probs": None, "alternatives": None}
     lines = [answer(f"q{i}", turn=bare if i != 90 else {}) for i in range(100)]
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -215,13 +246,9 @@ def test_memory_holds_some_questions_of_each_category(tmp_path):
     assert found["questions"][0]["id"] == "q90" and found["total"] == 100
     assert len(found["questions"]) == 9
     assert list(packing.read(tmp_path / "none.jsonl")) == []
-
-
-def test_long_answers_are_cut_and_it_is_said():
     found = packing.select([answer(pieces=["x"] * 2000, turn={"prompt": "p" * 100_000})])
     turn = found["units"][0]["turns"][0]
+    assert turn["total"] == 2000 and len(found["texts"][0]["pieces"]) == packing.MAX_TOKENS
     assert len(turn["kinds"]) == len(turn["offered"]) == packing.MAX_TOKENS
-    assert turn["total"] == 2000
-    assert len(found["texts"][0]["pieces"]) == packing.MAX_TOKENS
     assert "96,000 characters left out" in found["prompts"][0]["text"]
     assert packing.select([]) is None and packing.select([answer(turns=[])]) is None

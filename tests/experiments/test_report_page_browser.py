@@ -7,22 +7,23 @@ import pytest
 from support.browser import dump, needs_browser
 from support.report_entries import HOSTILE, answer, plain, result
 
-from experiments.comparison.page.page import render
+from experiments.comparison.page.page import write_page
+from experiments.comparison.report import sections
 from spec_jax.evaluation.results import NONE
 
 BEGIN = "window.errors = []; window.onerror = (...said) => { errors.push(String(said)); };"
 END = """
 const all = (query) => [...document.querySelectorAll(query)];
 const texts = (query) => all(query).map((e) => e.textContent);
-const shown = () => all("#methods tbody tr").filter((row) => !row.hidden)
-  .map((row) => row.children[3].textContent);
+const shown = () => all("#every-method tbody tr").filter((row) => !row.hidden)
+  .map((row) => row.children[8].textContent);
 const press = (element, key) => element.dispatchEvent(new KeyboardEvent("keydown",
   { key, bubbles: true, cancelable: true }));
 const found = { begin: shown() };
-const sort = all("#methods thead button").find((b) => b.textContent === "speed-up");
+const sort = all("#every-method thead button").find((b) => b.textContent === "speed-up");
 sort.click(); found.down = shown(); found.sorted = sort.closest("th").getAttribute("aria-sort");
 sort.click(); found.up = shown();
-all("[data-filter=temperature]")[1].click(); found.cold = shown();
+all("[data-column]")[1].click(); found.cold = shown();
 const question = document.getElementById("tv-question");
 found.groups = all("#tv-question optgroup").map((group) => group.label);
 found.cells = texts("#tv-cells b");
@@ -41,7 +42,7 @@ found.next = texts("#tv-cells [aria-checked=true] b");
 all("#tv-turn button")[1].click(); found.second = texts("#tv-text .t");
 question.value = "1"; question.dispatchEvent(new Event("change"));
 found.hostile = texts("#tv-text .t"); found.prompt = texts("#tv-prompt")[0];
-const box = document.querySelector("#methods .wide");
+const box = document.querySelector("#every-method .wide");
 const state = () => [box.classList.contains("cut"), box.classList.contains("ended"),
   getComputedStyle(box, "::before").content, getComputedStyle(box).maskImage !== "none"];
 const resize = (width) => {
@@ -74,9 +75,10 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
         answer(turns=turns, cell="mtp K=3 T=0", method="mtp"),
         answer("q2", pieces=pieces, category="<b>", turn={"prompt": HOSTILE[0]}),
     ]
-    text = render({}, results, lines)
-    text = text.replace("<body>", f"<body><script>{BEGIN}</script>")
     path = tmp_path / "report.html"
+    report = {"config": {"repeats": 2}, "notes": []}
+    write_page(path, report, results, sections(report, results, {}, ()), lines)
+    text = path.read_text(encoding="utf-8").replace("<body>", f"<body><script>{BEGIN}</script>")
     path.write_text(text.replace("</body>", f"<script>{END}</script></body>"), encoding="utf-8")
     dumped = dump(path.as_uri(), tmp_path / "home")
     said = re.search(r"<pre>(.*)</pre>", dumped, re.DOTALL)[1]
@@ -90,10 +92,10 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     assert found["scrolled"] == [True, True, back, False]
     assert found["desktop"][0] is False and found["desktop"][2] == "none"
     assert found["errors"] == [] and found["images"] == 0 and found["scripts"] == 5
-    assert found["begin"] == ["1.00×", "1.25×", "0.50×", "9.75×", "1.00×", "2.00×"]
-    assert found["down"] == ["9.75×", "2.00×", "1.25×", "1.00×", "1.00×", "0.50×"]
+    assert found["begin"] == ["1.00x", "1.25x", "0.50x", "9.75x", "1.00x", "2.00x"]
+    assert found["down"] == ["9.75x", "2.00x", "1.25x", "1.00x", "1.00x", "0.50x"]
     assert found["up"] == found["down"][::-1] and found["sorted"] == "descending"
-    assert found["cold"] == ["0.50×", "1.00×", "1.25×", "9.75×"]
+    assert found["cold"] == ["0.50x", "1.00x", "1.25x", "9.75x"]
     assert found["groups"] == ["writing", "<b>"]
     assert found["cells"] == ["eagle-3 K=3", "mtp K=3"]
     assert found["tokens"] == ["def", " f", "(", "x"] and found["rejected"] == ["·bad"]

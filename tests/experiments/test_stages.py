@@ -175,8 +175,9 @@ def test_a_table_says_what_is_left_and_several_processes_are_refused(monkeypatch
     record = profiling.RoundProfile(9, 2.0, 3.0, 0.96, (stage,))
     (section,) = profiling.sections({"mine": record})
     assert "mine: a round takes 2.000 ms; traced, 3.000 (1.50 times as long)" in section.title
-    assert section.rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
-    assert section.rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
+    rows = section.table.rows
+    assert rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
+    assert rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(ConfigError, match="traces one process; these are 2"):
         profiling.check()

@@ -24,7 +24,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import PRESETS
 from spec_jax.planning.roofline import Pass, Prediction, RoundWork, Setting, Stack, round_work
-from spec_jax.show.tables import Section
+from spec_jax.show.tables import Section, Table
 from spec_jax.tree import DynamicTree, Tree
 
 PATH = pathlib.Path(__file__).parents[1] / "recorded" / "published.json"
@@ -211,7 +211,9 @@ def sections(rows: Sequence[PublishedPair]) -> list[Section]:
     for group in GROUPS:
         found = [compare(row) for row in rows if row.group == group]
         header = ("source", "on", "target", "drafter", "K", "B", "task", "tau", "published")
-        tables.append(Section(group, (*header, "predicted"), [*map(_cells, found)], ("tau",)))
+        tables.append(
+            Section(group, table=Table((*header, "predicted"), [*map(_cells, found)], ("tau",)))
+        )
         if group == NO_TAU:
             continue
         at = (bias([compare(c.row, ms / 1e3) for c in found]) for ms in (0.0, *OVERHEADS_MS))
@@ -222,7 +224,7 @@ def sections(rows: Sequence[PublishedPair]) -> list[Section]:
         errors.append((group, str(len(found)), *cells, f"{correlation:.2f}"))
     biases = ("predicted / published", *(f"at {ms:g} ms a pass" for ms in OVERHEADS_MS))
     header = ("group", "pairs", *biases, "median error", "largest", "correlation")
-    return [*tables, Section("errors", header, errors, header[1:])]
+    return [*tables, Section("errors", table=Table(header, errors, header[1:]))]
 
 
 def _cells(c: PredictedPair) -> tuple[str, ...]:
@@ -246,4 +248,4 @@ def _cells(c: PredictedPair) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print("\n\n".join(section.text() for section in sections(load()[0])))
+    print("\n\n".join(section.console() for section in sections(load()[0])))

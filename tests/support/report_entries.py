@@ -27,10 +27,10 @@ def result(method="eagle-3", k=3, temperature=0.0, **changes):
     cell = dict(rule="greedy", tree=None)
     cell = Cell(method, k, temperature, *(changes.pop(name, x) for name, x in cell.items()))
     fields = dict(batch=1, is_lossless=True, speedup=Interval(1.4321, 1.2111, 1.6543))
-    fields |= dict(plain_tokens_per_s=512.0, tokens_per_s=733.0, num_pairs=16, stats=Stats())
+    fields |= dict(tokens_per_s=733.0, num_pairs=16, stats=Stats())
     fields |= dict(tau=NONE._replace(value=2.765), predicted_speedup=1.5678)
     fields |= dict(acceptance=tuple(NONE._replace(value=x) for x in (0.8, 0.71, math.nan)))
-    fields |= dict(identical_rows=16, rows=16)
+    fields |= dict(identical_rows=16, finish_reasons={"length": 16})
     return CellResult(cell, **fields | changes)
 
 
@@ -43,7 +43,7 @@ def plain(temperature=0.0, **changes):
 def category(tau=2.0, speedup=0.9, low=math.nan, high=math.nan, questions=8):
     """What was measured of a category."""
     tau = NONE._replace(value=tau)
-    return CategoryResult("g", questions, tau, (), 1.0, 1.0, Interval(speedup, low, high))
+    return CategoryResult("g", questions, tau, (), 1.0, Interval(speedup, low, high))
 
 
 def answer(question="q1", cell="eagle-3 K=3 T=0", pieces=("def", " f", "(", "x"), **changes):

@@ -1,11 +1,11 @@
 "use strict";
 (() => {
   // Tables: a heading sorts its column, numbers from the largest, once more from the smallest.
-  const valueOf = (row, column) => row.children[column].dataset.v ?? row.children[column].textContent;
+  const textOf = (row, column) => row.children[column].textContent.trim();
+  const isMissing = (text) => text === "" || text === "–";
 
   function compare(a, b) {
-    if (a === "" || b === "") return (a === "") - (b === "");
-    const [x, y] = [Number(a), Number(b)];
+    const [x, y] = [a, b].map((text) => Number.parseFloat(text.replace(/,/g, "")));
     return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b) : x - y;
   }
 
@@ -17,14 +17,14 @@
     for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
     const rows = [...body.rows].sort((one, two) => {
-      const [a, b] = [valueOf(one, column), valueOf(two, column)];
-      const isMissing = a === "" || b === "";
-      return compare(a, b) * (isDown && !isMissing ? -1 : 1);
+      const [a, b] = [textOf(one, column), textOf(two, column)];
+      if (isMissing(a) || isMissing(b)) return isMissing(a) - isMissing(b);
+      return compare(a, b) * (isDown ? -1 : 1);
     });
     body.append(...rows);
   }
 
-  for (const button of document.querySelectorAll(".sortable thead button")) {
+  for (const button of document.querySelectorAll("thead button")) {
     button.addEventListener("click", () => sortBy(button.closest("th")));
   }
 
@@ -42,25 +42,24 @@
   for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", hint);
   window.addEventListener("resize", hint);
 
-  // Rows of a temperature or a batch size are hidden and shown.
-  const filters = [...document.querySelectorAll("[data-filter]")];
-
-  function filterRows() {
-    const off = filters.filter((button) => button.getAttribute("aria-pressed") === "false");
-    for (const row of document.querySelectorAll("#methods tbody tr")) {
-      row.hidden = off.some((button) => row.dataset[button.dataset.filter] === button.dataset.value);
+  // Buttons above a table hide and show the rows that have their value in a column.
+  function filterRows(section) {
+    const off = [...section.querySelectorAll("[data-column][aria-pressed=false]")];
+    for (const row of section.querySelectorAll("tbody tr")) {
+      row.hidden = off.some(({ dataset }) => textOf(row, dataset.column) === dataset.value);
     }
     hint();
   }
 
-  for (const button of filters) {
+  for (const button of document.querySelectorAll("[data-column]")) {
     button.addEventListener("click", () => {
       const isOn = button.getAttribute("aria-pressed") === "true";
       button.setAttribute("aria-pressed", String(!isOn));
-      filterRows();
+      filterRows(button.closest("section"));
     });
   }
-  filterRows();
+  document.querySelectorAll("section:has([data-column])").forEach(filterRows);
+  hint();
 
   for (const button of document.querySelectorAll("[data-copy]")) {
     button.addEventListener("click", async () => {
