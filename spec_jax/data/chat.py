@@ -37,7 +37,7 @@ class ChatTemplate:
     ``tojson``, ``strftime_now``, loop controls and ``{% generation %}`` blocks. A template is a
     program that comes with a model, so it runs in a process of its own, which all templates share,
     and may take ``template_process.MAX_SECONDS`` and, where the system bounds memory,
-    ``MAX_BYTES``.
+    ``template_program.MAX_BYTES``.
     """
 
     sources: Mapping[str, str]  # template texts by name

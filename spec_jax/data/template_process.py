@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import threading
@@ -17,20 +15,8 @@ from typing import Any
 from spec_jax.errors import ConfigError
 
 MAX_SECONDS = 10.0  # of one rendering
-MAX_BYTES = 1 << 29  # of the process's memory, where the system can bound it
 _START_SECONDS = 60.0
-_HAS_ALARM = hasattr(signal, "setitimer")  # by which the process ends itself
-_FAULTS = {  # what is wrong with a template, by the sign in an answer
-    "is_too_late": "takes more than {:g} seconds",
-    "is_too_large": f"takes more than {MAX_BYTES >> 20} MiB of memory",
-    "is_broken": "breaks the process that renders it",
-}
-_REMEDY = (
-    "check the template before trusting it; if it is fine, render the conversation yourself and "
-    "pass text"
-)
 _PROGRAM = pathlib.Path(__file__).with_name("template_program.py")
-_LIBRARIES = ("jinja2", "markupsafe")
 
 
 class TemplateProcess:
@@ -55,16 +41,17 @@ class TemplateProcess:
             cannot be started.
         """
         seconds = MAX_SECONDS if seconds is None else seconds
-        line = json.dumps({**request, "seconds": seconds}).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
                 self._start()
-            answer = self._exchange(line, seconds, has_timer=not _HAS_ALARM)
-            for sign, fault in _FAULTS.items():
-                if sign in answer:
-                    self.close()
-                    raise ConfigError(f"the chat template {fault.format(seconds)}; {_REMEDY}")
+            answer = self._exchange({**request, "seconds": seconds}, seconds)
+            if "fault" in answer:
+                self.close()
+                raise ConfigError(
+                    f"the chat template {answer['fault']}; check the template before trusting it; "
+                    "if it is fine, render the conversation yourself and pass text"
+                )
             return answer
 
     def close(self) -> None:
@@ -80,9 +67,6 @@ class TemplateProcess:
                     pass
 
     def _start(self) -> None:
-        specs = map(importlib.util.find_spec, _LIBRARIES)
-        folders = {str(pathlib.Path(spec.origin).parent.parent) for spec in specs if spec}
-        start = {"folders": sorted(folders), "max_bytes": MAX_BYTES, "has_alarm": _HAS_ALARM}
         try:
             if not sys.executable:
                 raise ValueError("no program of Python is known, as where Python is embedded")
@@ -92,9 +76,7 @@ class TemplateProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            line = json.dumps(start).encode() + b"\n"
-            answer = self._exchange(line, _START_SECONDS, has_timer=True)
-            fault = answer.get("fault", "it does not answer" if answer else "")
+            fault = self._exchange({"path": [*map(str, sys.path)]}, _START_SECONDS).get("fault")
         except (OSError, ValueError) as error:
             fault = str(error)
         if fault:
@@ -105,16 +87,15 @@ class TemplateProcess:
                 "Python that can import jinja2"
             )
 
-    def _exchange(self, line: bytes, seconds: float, *, has_timer: bool) -> dict[str, Any]:
-        """Returns the answer to a line, or why there is none."""
+    def _exchange(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Returns the answer to a message, or the fault because of which there is none."""
         process = self._process
         is_late = threading.Event()
         timer = threading.Timer(seconds, lambda: (is_late.set(), process.kill()))
         timer.daemon = True
-        if has_timer:
-            timer.start()
+        timer.start()
         try:
-            process.stdin.write(line)
+            process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except OSError:
@@ -126,10 +107,8 @@ class TemplateProcess:
             timer.cancel()
         if answer.endswith(b"\n"):
             return json.loads(answer)
-        status = process.wait()
-        has_alarmed = hasattr(signal, "SIGALRM") and status == -signal.SIGALRM
-        self.close()
-        return {"is_too_late": True} if is_late.is_set() or has_alarmed else {"is_broken": True}
+        late = f"takes more than {seconds:g} seconds"
+        return {"fault": late if is_late.is_set() else "breaks the process that renders it"}
 
 
 _shared = TemplateProcess()

@@ -1,8 +1,8 @@
 """Renders chat templates, as a program that another process starts and may end at any time.
 
 A chat template is a program of a stranger. Jinja's sandbox keeps it from everything but the values
-that it is given; what it may still use up is time and memory, which are bounded here where the
-system can do so, and otherwise by ``template_process``, which waits for the answer only so long.
+that it is given; what it may still use up is time and memory. Memory is bounded here where the
+system can do so; time by ``template_process``, which waits for the answer only so long.
 
 The program reads one JSON object a line and answers with one. It is run by its path, so it imports
 Jinja and the standard library alone, and starts in a tenth of a second.
@@ -20,38 +20,38 @@ import sys
 
 MARKS = "_marks_of_generation"
 MAX_LENGTH = 1 << 24  # characters of a text
+MAX_BYTES = 1 << 29  # of this process's memory, where the system can bound it
+_TOO_LARGE = {"fault": f"takes more than {MAX_BYTES >> 20} MiB of memory"}
 _MAX_BITS = 1 << 20  # of an integer; also the width to which a value may be padded
 _WIDTHS = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([0-9]*)(?:\.([0-9]*))?")
 
 
 def main() -> None:
-    """Answers requests until the input ends. The first line holds what they share."""
+    """Answers requests until the input ends. The first line says where modules come from."""
     requests = sys.stdin.buffer
-    answers = sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-    if hasattr(signal, "SIGALRM"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may be inherited as ignored, or blocked
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
 
     def reply(answer: dict) -> None:
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
 
-    start = json.loads(requests.readline())
-    sys.path += start["folders"]
+    def alarm(seconds: int) -> None:
+        """Ends this process after so much time, where the one that waits for it has gone."""
+        if hasattr(signal, "alarm"):
+            signal.alarm(seconds)
+
+    sys.path[:] = json.loads(requests.readline())["path"]
     try:
         _sandbox()
-        _limit_memory(start["max_bytes"])
+        _limit_memory()
     except Exception as error:
         return reply({"fault": f"{type(error).__name__}: {error}"})
     reply({})
     for line in iter(requests.readline, b""):
         request = json.loads(line)
-        if start["has_alarm"]:
-            _limit_time(request["seconds"])
+        alarm(int(request["seconds"]) + 2)
         answer = answer_of(request)
-        if start["has_alarm"]:
-            _limit_time(0)
+        alarm(0)
         reply(answer)
 
 
@@ -65,7 +65,7 @@ def answer_of(request: dict) -> dict:
     try:
         template, has_generation, names = compiled(request["source"])
     except MemoryError:
-        return {"is_too_large": True}
+        return _TOO_LARGE
     except Exception as error:  # also of Python, for what Jinja lets through
         line = f"line {error.lineno}: " if getattr(error, "lineno", None) else ""
         return {"unreadable": line + _message(getattr(error, "message", None) or error)}
@@ -82,7 +82,7 @@ def answer_of(request: dict) -> dict:
                 return {"refusal": f"it writes more than {MAX_LENGTH} characters"}
         return {"text": "".join(pieces)}
     except MemoryError:
-        return {"is_too_large": True}
+        return _TOO_LARGE
     except Exception as error:  # a template is a program and may fail in any way
         return {"refusal": _message(error)}
 
@@ -112,13 +112,13 @@ def read_time(stated: list) -> datetime.datetime:
 # ------------------------------------------------------------------------------------ the limits
 
 
-def _limit_memory(max_bytes: int) -> None:
+def _limit_memory() -> None:
     """Bounds the memory of this process. Linux enforces it; other systems may not."""
     try:
         import resource
     except ImportError:  # Windows
         return
-    for kind, limit in (("RLIMIT_AS", max_bytes), ("RLIMIT_CORE", 0)):
+    for kind, limit in (("RLIMIT_AS", MAX_BYTES), ("RLIMIT_CORE", 0)):
         try:
             number = getattr(resource, kind)
             _, hard = resource.getrlimit(number)
@@ -126,15 +126,6 @@ def _limit_memory(max_bytes: int) -> None:
             resource.setrlimit(number, (limit, hard))
         except (AttributeError, OSError, ValueError):  # a system without this limit
             continue
-
-
-def _limit_time(seconds: float) -> None:
-    """Lets the system end this process after so much time; 0 means no limit.
-
-    The alarm has no handler, so it also ends what runs within one operation. Without it, as on
-    Windows, the process that waits for the answer ends this one.
-    """
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _check_size(operator: str, left, right) -> None:
