@@ -60,7 +60,7 @@ MUTATIONS = mutants.read("""
         apply_limits: x_ & (num_before < kept) -> x_
         test_greedy_rows_of_trees_are_those_of_automata_walked_by_hand
     a queue counts its rows twice
-        DecodeQueue._collect: self._decoder.count(x_) -> self._decoder.count(x_ + x_)
+        Driver.collect: self.count(x_) -> self.count(x_ + x_)
         test_every_prompt_gives_its_greedy_stream
     * noise of the position before
         round_noise.at: keys_(x_, start + 1 + i) -> keys_(x_, start + i)
@@ -384,7 +384,7 @@ MUTATIONS = mutants.read("""
         Timed.__exit__: total_ - self.compile_s -> total_
         test_compilation_is_no_part_of_the_time_of_a_run
     a warm-up forgets the samplers
-        SpeculativeDecoder.warmup: GenerateOptions(...) -> GenerateOptions(rounds_per_sync=1)
+        SpeculativeDecoder.warmup: GenerateOptions.of(...) -> GenerateOptions(rounds_per_sync=1)
         test_after_a_warmup_nothing_is_compiled[standalone]
     * a block sees the state of its own anchor
         Blocks._sees: token < anchor -> token <= anchor
@@ -420,7 +420,7 @@ MUTATIONS = mutants.read("""
         Tokenizer.settled_after: text.removesuffix(x_) -> text
         test_every_piece_is_whole_characters
     the start of a stop string is sent
-        TextTracker._send: max(x_, default=1) - 1 -> max(x_, default=1) - 2
+        TextTracker._piece: max(x_, default=1) - 1 -> max(x_, default=1) - 2
         test_the_start_of_a_stop_string_is_held_back_until_it_is_none
     log-probabilities of a tree are those of its first nodes
         observers._see_round: of.nodes -> 0 * of.nodes + jnp.arange(of.nodes.shape[1])

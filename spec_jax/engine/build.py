@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -241,8 +241,18 @@ def make_parts(
     rule = None if rule is None else named.to_rule(rule)
     if drafter is not None or rule is not None:
         target, draft = map(_on_one_mesh, (target, draft))
-    model, drafts = _resolve_drafter(config, target, draft, drafter)
+    history = None
+    if drafter is None:
+        check_same_tokens(target, draft)
+        history = config and registry.find(config.speculative_method).drafting.history
+    model = tapped_model(target, draft)
+    drafts = with_adaptive(config, drafter or make_drafter(config, model, draft))
     drafts = replicated(drafts) if is_draft_whole else drafts
+    if drafts.vocab_size not in (None, target.model.vocab_size):
+        raise ConfigError(
+            f"the vocabularies differ: target {target.name} has {target.model.vocab_size} ids, "
+            f"drafter {drafts.name} has {drafts.vocab_size}"
+        )
     is_adaptive = config is not None and config.is_adaptive
     is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
     states = {"target": (target.model.init_cache, target.params)}
@@ -251,6 +261,8 @@ def make_parts(
     warn_if_rewritten(states, stacklevel=4)
     is_apart = devices is not None and not (force_n1 or is_fallback)
     loop = overlap.make_loop(devices, stacklevel=4) if is_apart else decoding
+    if is_adaptive and loop is not decoding:
+        raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
     parts = Parts(
         target=target,
         draft=draft,
@@ -263,7 +275,7 @@ def make_parts(
         draft_sampler=draft_sampler,
         has_expected=has_expected,
         max_length=max_length,
-        history=make_history(config) if drafter is None else None,
+        history=history and history(config),
         adaptive=AdaptiveState(config.buckets) if is_adaptive else None,
         loop=loop,
         is_fallback=is_fallback,
@@ -271,7 +283,6 @@ def make_parts(
         observers=check_observers(observers),
         prefill_chunk=_check_chunk(prefill_chunk, target),
     )
-    _check(parts)
     parts.system(target_sampler)  # refuses an invalid strategy or rule
     return parts.without_drafts() if force_n1 or is_fallback else parts
 
@@ -290,16 +301,6 @@ def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | Loaded
     return dataclasses.replace(model, params=jax.tree.map(move, model.params))
 
 
-class _Options(NamedTuple):
-    """What a config of either shape says, with its defaults."""
-
-    config: SpeculativeConfig | None
-    target_sampler: Samplers
-    draft_sampler: Samplers | None
-    force_n1: bool
-    max_length: int | None = None
-
-
 def _resolve_config(
     config: SpeculativeConfig | AsyncSpecConfig | None,
     target_sampler: Samplers | None,
@@ -307,8 +308,11 @@ def _resolve_config(
     force_n1: bool,
     draft: LoadedModel | LoadedHead | None,
     drafter: Drafter | Callable | str | None,
-) -> _Options:
-    """Returns the options of a decoder; arguments and errors are those of ``make_parts``."""
+) -> tuple[SpeculativeConfig | None, Samplers, Samplers | None, bool, int | None]:
+    """Returns what a config of either shape says, with its defaults, and its maximum length.
+
+    Arguments and errors are those of ``make_parts``.
+    """
     max_length = None
     if isinstance(config, AsyncSpecConfig):
         if target_sampler is not None or draft_sampler is not None:
@@ -327,20 +331,7 @@ def _resolve_config(
         config = SpeculativeConfig()
     check_samplers(target_sampler=target_sampler, draft_sampler=draft_sampler)
     target_sampler = SamplerConfig() if target_sampler is None else target_sampler
-    return _Options(config, target_sampler, draft_sampler, force_n1, max_length)
-
-
-def _resolve_drafter(
-    config: SpeculativeConfig | None,
-    target: LoadedModel,
-    draft: LoadedModel | LoadedHead | None,
-    drafter: Drafter | None,
-) -> tuple[Model, Drafter]:
-    """Returns the target's functions with the states that are read, and what drafts."""
-    if drafter is None:
-        check_same_tokens(target, draft)
-    model = tapped_model(target, draft)
-    return model, with_adaptive(config, drafter or make_drafter(config, model, draft))
+    return config, target_sampler, draft_sampler, force_n1, max_length
 
 
 def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
@@ -384,19 +375,6 @@ def _check_chunk(chunk: int | None, target: LoadedModel) -> int:
             f"prefill_chunk is {chunk}; {target.name} holds {target.model.max_length} tokens"
         )
     return chunk
-
-
-def _check(parts: Parts) -> None:
-    """Checks that the drafter has the target's ids, and that K may vary where it does."""
-    target = parts.target
-    drafter = parts.drafter
-    if drafter.vocab_size is not None and drafter.vocab_size != target.model.vocab_size:
-        raise ConfigError(
-            f"the vocabularies differ: target {target.name} has {target.model.vocab_size} ids, "
-            f"drafter {drafter.name} has {drafter.vocab_size}"
-        )
-    if parts.is_overlapped and parts.adaptive is not None:
-        raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
 
 
 def place(
@@ -537,12 +515,6 @@ def make_drafter(
     if isinstance(draft, LoadedHead) and draft.stated_length is not None:
         return drafter._replace(max_length=draft.stated_length)
     return drafter
-
-
-def make_history(config: SpeculativeConfig | None) -> History | None:
-    """Returns what keeps past outputs, if the config's drafter copies from them."""
-    history = config and registry.find(config.speculative_method).drafting.history
-    return history and history(config)
 
 
 def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter:

@@ -17,87 +17,22 @@ from spec_jax import decoding
 from spec_jax.config import SpeculativeConfig, check_integer
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Observer, Rule
-from spec_jax.decoding import LOGPROBS
 from spec_jax.engine import request, stats
-from spec_jax.engine.build import Parts, make_parts
+from spec_jax.engine.build import make_parts
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
+from spec_jax.engine.driver import Driver
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.generation import Generation
 from spec_jax.engine.options import NAMES, GenerateOptions
 from spec_jax.engine.request import Messages, Prompt, refuse_options
 from spec_jax.engine.session import Session
 from spec_jax.engine.stream import Stream
-from spec_jax.engine.text import TextTracker
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of
 from spec_jax.overlap import overlap
-from spec_jax.sampling import Samplers, check_samplers, make_samplers
+from spec_jax.sampling import Samplers
 from spec_jax.show.summary import Shown
-
-
-def start(
-    parts: Parts,
-    token: CancellationToken,
-    totals: stats.RunningStats,
-    prompts,
-    max_new_tokens,
-    options: GenerateOptions,
-    *,
-    has_pieces: bool,
-) -> tuple[Session, bool]:
-    """Checks all arguments of a call, and decodes nothing yet.
-
-    Args:
-      parts: of the decoder.
-      token: the decoder's, which cancels every call.
-      totals: gets the statistics of the call.
-      prompts, max_new_tokens, options: see ``SpeculativeDecoder.generate``.
-      has_pieces: whether the text is streamed.
-
-    Returns:
-      What runs the call, and whether it is of a single prompt.
-
-    Raises:
-      PromptError, ConfigError: see ``SpeculativeDecoder.generate``.
-    """
-    target = parts.target
-    template_kwargs = options.chat_template_kwargs
-    ids, is_single = request.encode_all(target, prompts, options.messages, template_kwargs)
-    samples = 1
-    if options.num_samples is not None:
-        samples = check_integer("num_samples", options.num_samples, 1)
-        is_single = False
-        ids = [prompt for prompt in ids for _ in range(samples)]
-    stops = request.stop_strings(target, options.stop)
-    if has_pieces and target.tokenizer is None:
-        raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
-    sampler = request.named_sampler(target, options.sampler)
-    check_samplers(sampler=sampler, draft_sampler=options.draft_sampler)
-    samplers = parts.target_sampler if sampler is None else sampler
-    drafts = parts.draft_sampler if options.draft_sampler is None else options.draft_sampler
-    if options.rounds_per_sync is not None:
-        check_integer("rounds_per_sync", options.rounds_per_sync, 1)
-    engine = parts.engine(samplers, (LOGPROBS,) if options.logprobs else ())
-    B = len(ids)
-    V = engine.system.target.vocab_size
-    limits = request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length)
-    ends = target.stop_tokens if options.stop_tokens is None else options.stop_tokens
-    made = request.make_request(
-        engine.system,
-        ids,
-        limits,
-        *make_samplers(samplers, drafts, B, V, options.seeds, parts.drafter.draft_temperature),
-        stop_tokens=ends,
-        pad_to=options.pad_to,
-        samples=samples,
-    )
-    tracker = TextTracker(target.tokenizer, ids, stops, has_pieces=has_pieces)
-    cancellation = RowCancellation(token, options.cancellation_token, B)
-    session = Session(
-        engine, made, tracker, cancellation, totals, samplers, options.rounds_per_sync
-    )
-    return session, is_single
 
 
 class SpeculativeDecoder(Shown):
@@ -162,22 +97,9 @@ class SpeculativeDecoder(Shown):
         observers: Sequence[Observer] = (),
         prefill_chunk: int | None = None,
     ):
-        self._parts = make_parts(
-            target,
-            draft,
-            config,
-            target_sampler=target_sampler,
-            draft_sampler=draft_sampler,
-            drafter=drafter,
-            rule=rule,
-            has_expected=has_expected,
-            force_n1=force_n1,
-            devices=devices,
-            mesh=mesh,
-            is_draft_replicated=is_draft_replicated,
-            observers=observers,
-            prefill_chunk=prefill_chunk,
-        )
+        arguments = locals()
+        del arguments["self"]
+        self._parts = make_parts(**arguments)
         self.target, self.draft = self._parts.target, self._parts.draft
         self.target_sampler = self._parts.target_sampler
         self.draft_sampler = self._parts.draft_sampler
@@ -426,22 +348,8 @@ class SpeculativeDecoder(Shown):
             of all rows.
           InvalidVerdictError: likewise, the rule returned an inconsistent Verdict.
         """
+        options = GenerateOptions.of(locals())
         refuse_options(unknown, self.generate)
-        options = GenerateOptions(
-            messages,
-            max_length,
-            stop,
-            stop_tokens,
-            sampler,
-            draft_sampler,
-            seeds,
-            cancellation_token,
-            rounds_per_sync,
-            pad_to,
-            logprobs,
-            num_samples,
-            chat_template_kwargs,
-        )
         stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
         return stream.drain(on_token, has_progress)
 
@@ -523,31 +431,15 @@ class SpeculativeDecoder(Shown):
           PromptError: a prompt and its output exceed what the target can hold.
           ConfigError: an argument that ``generate`` would refuse.
         """
+        options = GenerateOptions.of({**locals(), "rounds_per_sync": 1})
         refuse_options(unknown, self.warmup)
         lengths = [prompt_lengths] if np.ndim(prompt_lengths) == 0 else prompt_lengths
         rows = check_integer("batch", batch, 1)
         totals = stats.RunningStats()
-        options = GenerateOptions(
-            max_length=max_length,
-            stop_tokens=stop_tokens,
-            sampler=sampler,
-            draft_sampler=draft_sampler,
-            rounds_per_sync=1,
-            pad_to=pad_to,
-            logprobs=logprobs,
-            num_samples=num_samples,
-        )
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
-            session, _ = start(
-                self._parts.for_warmup(),
-                self._token,
-                totals,
-                ids,
-                max_new_tokens,
-                options,
-                has_pieces=False,
-            )
+            parts = self._parts.for_warmup()
+            session = Session(parts, self._token, totals, ids, max_new_tokens, options)
             session.step()  # prefills
             session.step()
             session.close()
@@ -556,22 +448,18 @@ class SpeculativeDecoder(Shown):
     def _stream(
         self, prompts, max_new_tokens, options: GenerateOptions, has_pieces: bool
     ) -> Stream:
-        session, is_single = start(
-            self._parts,
-            self._token,
-            self._totals,
-            prompts,
-            max_new_tokens,
-            options,
-            has_pieces=has_pieces,
-        )
-        return Stream(session, self._worker, is_single=is_single)
+        args = (self._parts, self._token, self._totals, prompts, max_new_tokens, options)
+        return Stream(Session(*args, has_pieces=has_pieces), self._worker)
 
-    def row_cancellation(
-        self, of_call: CancellationToken | Sequence[CancellationToken] | None, batch: int
-    ) -> RowCancellation:
-        """Returns which rows are cancelled, by this decoder's token or by the call's own."""
-        return RowCancellation(self._token, of_call, batch)
+    def driver(self, options: GenerateOptions, batch: int) -> Driver:
+        """Returns what runs rows that are decoded together, for a ``DecodeQueue``.
+
+        Args:
+          options: of the queue.
+          batch: rows that are cancelled together or for themselves, see ``RowCancellation``.
+        """
+        cancellation = RowCancellation(self._token, options.cancellation_token, batch)
+        return Driver(self._parts, options, cancellation, self.count)
 
     def output_limits(
         self,

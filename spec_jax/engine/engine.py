@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -24,12 +25,13 @@ from spec_jax.meshes import use_mesh
 from spec_jax.sharding import log_once, unsplit_batch
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Engine:
-    """Runs requests on the device, for the session of a call or for a queue.
+    """Runs requests on the device, for a call or for a queue.
 
     An engine serves one generation. With adaptive K it keeps the lag of that generation's draft.
 
-    Args:
+    Attributes:
       system: target, drafter, rule and K.
       target: the weights of the target.
       draft: the weights of the draft, or None.
@@ -40,31 +42,20 @@ class Engine:
       mesh: the devices of the weights and programs; None: the one device of the weights.
     """
 
-    def __init__(
-        self,
-        system: System,
-        target: LoadedModel,
-        draft: LoadedModel | LoadedHead | None = None,
-        history: History | None = None,
-        adaptive: AdaptiveState | None = None,
-        loop: Any = decoding,
-        is_fallback: bool = False,
-        mesh: Mesh | None = None,
-    ):
-        self.system = system
-        self.is_fallback = is_fallback
-        self.mesh = mesh
-        self._target = target
-        self._draft = draft
-        self._history = history
-        self._adaptive = adaptive
-        self._loop = loop
-        self._runner: AdaptiveRunner | None = None
+    system: System
+    target: LoadedModel
+    draft: LoadedModel | LoadedHead | None = None
+    history: History | None = None
+    adaptive: AdaptiveState | None = None
+    loop: Any = decoding
+    is_fallback: bool = False
+    mesh: Mesh | None = None
+    _runner: AdaptiveRunner | None = None
 
     @property
     def num_ahead(self) -> int:
         """How many drafts the drafter may be ahead of what is emitted, 0 to K - 1."""
-        return 0 if self._loop is decoding else self.system.num_draft - 1
+        return 0 if self.loop is decoding else self.system.num_draft - 1
 
     def params(self, batch: int | None = None, num_draft: int | None = None) -> dict[str, Any]:
         """Returns ``{"target": ..., "draft": ...}``, laid out for ``batch`` rows.
@@ -74,12 +65,12 @@ class Engine:
           num_draft: K; by default the system's.
         """
         K = self.system.num_draft if num_draft is None else num_draft
-        target = self._target.cpu_layout.prepare(None if batch is None else batch * (K + 1))
+        target = self.target.cpu_layout.prepare(None if batch is None else batch * (K + 1))
         draft = None
-        if self.system.num_draft > 0 and self._draft is not None:
-            draft = draft_params(self._draft, target, batch, K, self.system.drafter.tree)
-        elif self.system.num_draft > 0 and self._history is not None:
-            draft = self._history.params
+        if self.system.num_draft > 0 and self.draft is not None:
+            draft = draft_params(self.draft, target, batch, K, self.system.drafter.tree)
+        elif self.system.num_draft > 0 and self.history is not None:
+            draft = self.history.params
         return {"target": target, "draft": draft}
 
     def prefill(self, request: Request) -> DecodeState:
@@ -89,7 +80,7 @@ class Engine:
         program = self._program(f"prefill of batch {B}, {T} tokens", request, T, slots, samples)
         options = dict(system=self.system, slots=slots, samples=samples)
         with use_mesh(self.mesh), program:
-            return self._loop.prefill(self.params(), *arrays, **options)
+            return self.loop.prefill(self.params(), *arrays, **options)
 
     def prefill_by_chunk(self, request: Request) -> Iterator[DecodeState | None]:
         """Prefills, and yields None after every chunk of the prompts and then the state.
@@ -152,11 +143,11 @@ class Engine:
         program = self._program(name_of_round(self.system, batch), state, state.tokens.shape)
         with use_mesh(self.mesh), program:
             args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
-            if self._adaptive is None:
-                return self._loop.generate(self.params(batch), *args, system=self.system)
+            if self.adaptive is None:
+                return self.loop.generate(self.params(batch), *args, system=self.system)
             if self._runner is None:
                 params_of = functools.partial(self.params, batch)
-                self._runner = AdaptiveRunner(self.system, params_of, self._adaptive)
+                self._runner = AdaptiveRunner(self.system, params_of, self.adaptive)
             return self._runner(*args)
 
     def _program(self, what: str, of: Request | DecodeState, *sizes: Any) -> NamedProgram:
@@ -173,5 +164,5 @@ class Engine:
 
     def remember(self, tokens: tuple[int, ...]) -> None:
         """Keeps a finished output for a drafter that copies from past ones."""
-        if self._history is not None:
-            self._history.add(tokens)
+        if self.history is not None:
+            self.history.add(tokens)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax import decoding
 from spec_jax.config import SamplerConfig
@@ -29,11 +28,6 @@ from spec_jax.show.summary import Shown, cut
 
 _log = logging.getLogger(__name__)
 
-_ERRORS = {
-    Finish.INVALID_DRAFT: InvalidDraftError,
-    Finish.INVALID_DRAFT_PROBS: InvalidDraftError,
-    Finish.INVALID_VERDICT: InvalidVerdictError,
-}
 _CONTEXT = 64  # ids of the prompt that are kept: the text of the output may depend on the last ones
 
 
@@ -59,32 +53,6 @@ class Trace:
     prompt: tuple[int, ...]
     tokenizer: Tokenizer | None
 
-    @classmethod
-    def of(
-        cls,
-        kind: np.ndarray,
-        offered: np.ndarray,
-        rejected: np.ndarray,
-        expected: np.ndarray | None,
-        prompt: np.ndarray,
-        tokenizer: Tokenizer | None,
-    ) -> Trace:
-        """Makes the trace of a row from its record.
-
-        Args:
-          kind, offered, rejected, expected: of the output tokens, see ``decoding.DecodeState``.
-          prompt: ids of the prompt.
-          tokenizer: turns ids into text, or None.
-        """
-        return cls(
-            tuple(Kind(k).name.lower() for k in kind.tolist()),
-            tuple(offered.tolist()),
-            tuple(rejected.tolist()),
-            () if expected is None else tuple(expected.tolist()),
-            tuple(prompt[-_CONTEXT:].tolist()),
-            tokenizer,
-        )
-
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Returns the text that each output token adds, "" for one that ends inside a character.
 
@@ -93,14 +61,11 @@ class Trace:
         """
         if self.tokenizer is None:
             return [f"{token} " for token in tokens]
-        tracker = TextTracker(self.tokenizer, [self.prompt], has_pieces=True)
-        row = np.asarray([[*self.prompt, *tokens]])
-        begin = len(self.prompt)
+        text = TextTracker(self.tokenizer, self.prompt, has_pieces=True)
         pieces = []
         for n in range(1, len(tokens) + 1):
             end = Finish.LENGTH if n == len(tokens) else Finish.RUNNING
-            tracker.look(row, [begin + n], [end])
-            pieces.append("".join(text for _, text in tracker.take()))
+            pieces.append(text.look([*tokens[:n]], end)[1])
         return pieces
 
     def shown(self, tokens: Sequence[int]) -> list[page.Token]:
@@ -221,85 +186,107 @@ class Generation(Shown):
         return self.trace.plot(axes)
 
 
-def collect(record: decoding.Record, tracker: TextTracker, row: int, system: System) -> Generation:
+def collect(record: decoding.Record, text: TextTracker, system: System) -> Generation:
     """Turns the record of one row into a ``Generation``.
 
     Args:
       record: of the row alone.
-      tracker: has followed the row's text.
-      row: its number there.
+      text: has followed the row.
       system: what decoded it.
     """
     begin = int(record.prompt_length)
-    tokens = record.tokens
-    kind = record.kind
-    ids = tokens[begin : begin + int((kind > 0).sum())].tolist()
-    n, text, finish = tracker.result(row, ids, Finish(int(record.finish)))
+    ids = record.tokens[begin : begin + int((record.kind > 0).sum())].tolist()
+    n, shown, finish = text.result(ids, Finish(int(record.finish)))
     kept = slice(begin, begin + n)
     seen = dict(record.seen)
     expected = seen.pop("expected", None)
-    logprobs = seen.pop("logprobs", None)
     expected = None if expected is None else expected[kept]
+    logprobs = seen.pop("logprobs", None)
     if logprobs is not None:
         logprobs = TokenLogprobs(
             *(tuple(x[kept].tolist()) for x in (logprobs.raw, logprobs.processed))
         )
     until = math.inf if system.drafted_until is None else system.drafted_until - begin
-    trace = Trace.of(
-        kind[kept],
-        record.offered[kept],
-        record.rejected[kept],
-        expected,
-        tokens[:begin],
-        tracker.tokenizer,
-    )
-    stats = row_stats(
-        kind[kept], record.offered[kept], system.depth, expected, finish=finish, drafted_until=until
-    )
+    kind = record.kind[kept]
+    offered = record.offered[kept]
+    stats = row_stats(kind, offered, system.depth, expected, finish=finish, drafted_until=until)
     return Generation(
-        text=text,
+        text=shown,
         tokens=tuple(ids[:n]),
         finish_reason=finish.name.lower(),
         stats=dataclasses.replace(stats, nan_drafts=int(record.nan_drafts)),
-        trace=trace,
+        trace=Trace(
+            tuple(Kind(k).name.lower() for k in kind.tolist()),
+            tuple(offered.tolist()),
+            tuple(record.rejected[kept].tolist()),
+            () if expected is None else tuple(expected.tolist()),
+            tuple(record.tokens[:begin][-_CONTEXT:].tolist()),
+            text.tokenizer,
+        ),
         logprobs=logprobs,
         seen=seen,
     )
 
 
-def describe_fault(
-    finish: Finish, system: System, raised: Exception | None = None, processor: str | None = None
-) -> str | None:
-    """Describes what went wrong, without a final full stop; None for a row without a fault.
+class Fault(NamedTuple):
+    """What went wrong in a row.
+
+    Attributes:
+      text: without a final full stop.
+      error: the type of the error that a call raises for it; None: it logs a warning.
+      raised: what the drafter's Python function raised, or None.
+    """
+
+    text: str
+    error: type[InvalidDraftError | InvalidVerdictError] | None = None
+    raised: Exception | None = None
+
+
+def fault_of(
+    row: Generation,
+    system: System,
+    sampler: SamplerConfig,
+    prompt: Sequence[int],
+    num_ahead: int = 0,
+) -> Fault | None:
+    """Returns what went wrong in a row, or None.
 
     Args:
-      finish: why the row ended.
-      system: whose drafter and rule are named.
-      raised: what the drafter's Python function raised, see ``find_raised``.
-      processor: which one forbade every token, see ``find_forbidding``.
+      row: what it has produced.
+      system: what decoded it.
+      sampler: the target's.
+      prompt: the ids of its prompt.
+      num_ahead: how many drafts the drafter may be ahead of the output.
     """
-    if raised is not None:
-        return f"drafter {system.drafter.name!r} raised {type(raised).__name__}: {raised}"
-    if processor is not None:
-        return f"processor {processor!r} forbade every token of the target"
+    finish = Finish[row.finish_reason.upper()]
     drafter = f"drafter {system.drafter.name!r}"
-    rule = f"rule {system.rule.name!r}"
-    return {
-        Finish.NAN_TARGET: "the target's logits were not finite",
-        Finish.INVALID_DRAFT: (
+    raised = find_raised(finish, system, (*prompt, *row.tokens), num_ahead)
+    if raised is not None:
+        text = f"{drafter} raised {type(raised).__name__}: {raised}"
+        return Fault(text, InvalidDraftError, raised)
+    processor = find_forbidding(finish, system, sampler, prompt, row.tokens)
+    if processor is not None:
+        return Fault(f"processor {processor!r} forbade every token of the target")
+    faults = {
+        Finish.NAN_TARGET: Fault("the target's logits were not finite"),
+        Finish.INVALID_DRAFT: Fault(
             f"{drafter} proposed ids outside of the vocabulary 0..{system.target.last_id}, a "
-            f"number of drafts outside of 0..{system.num_draft}, or parents that make no tree"
+            f"number of drafts outside of 0..{system.num_draft}, or parents that make no tree",
+            InvalidDraftError,
         ),
-        Finish.INVALID_DRAFT_PROBS: (
+        Finish.INVALID_DRAFT_PROBS: Fault(
             f"{drafter} returned Proposal.probs that are not distributions (each row is finite, "
-            "not negative, and sums to 1), or gives the token that was drawn probability 0"
+            "not negative, and sums to 1), or gives the token that was drawn probability 0",
+            InvalidDraftError,
         ),
-        Finish.INVALID_VERDICT: (
-            f"{rule} returned an inconsistent Verdict: n_accept counts drafts that were not "
-            "offered, tokens are not these drafts and one token of positive probability in "
-            "replacement, or accept_probs are not finite"
+        Finish.INVALID_VERDICT: Fault(
+            f"rule {system.rule.name!r} returned an inconsistent Verdict: n_accept counts drafts "
+            "that were not offered, tokens are not these drafts and one token of positive "
+            "probability in replacement, or accept_probs are not finite",
+            InvalidVerdictError,
         ),
-    }.get(finish)
+    }
+    return faults.get(finish)
 
 
 def describe_nan_drafts(system: System) -> str:
@@ -332,36 +319,28 @@ def error_of(
     if unsound:
         count = sum(row.stats.nan_drafts for row in rows)
         _log.warning("%s, in %d rounds of rows %s", describe_nan_drafts(system), count, unsound)
-    groups: dict[tuple, list[int]] = {}
-    causes = {}
+    faults: dict[tuple, tuple[Fault, list[int]]] = {}
     for i, (row, prompt) in enumerate(zip(rows, prompts)):
-        finish = Finish[row.finish_reason.upper()]
-        if describe_fault(finish, system) is not None:
-            raised = find_raised(finish, system, (*prompt, *row.tokens), num_ahead)
-            sampler = samplers if isinstance(samplers, SamplerConfig) else samplers[i]
-            processor = find_forbidding(finish, system, sampler, prompt, row.tokens)
-            key = (finish, raised and (type(raised), str(raised)), processor)
-            groups.setdefault(key, []).append(i)
-            causes.setdefault(key, raised)
+        sampler = samplers if isinstance(samplers, SamplerConfig) else samplers[i]
+        fault = fault_of(row, system, sampler, prompt, num_ahead)
+        if fault is not None:
+            faults.setdefault((row.finish_reason, fault.text), (fault, []))[1].append(i)
     # What a function raised comes first: it says more than what the loop saw.
     error = None
-    for key in sorted(groups, key=lambda key: causes[key] is None):
-        finish, _, processor = key
-        raised = causes[key]
-        first = groups[key][0]
-        text = f"{describe_fault(finish, system, raised, processor)}, in rows {groups[key]}"
-        if finish not in _ERRORS:
+    for fault, places in sorted(faults.values(), key=lambda found: found[0].raised is None):
+        text = f"{fault.text}, in rows {places}"
+        if fault.error is None:
             _log.warning("%s; those rows stopped there", text)
         elif error is None:
-            if raised is not None:
-                length = len(prompts[first]) + len(rows[first].tokens)
-                text += f" (row {first} after {length} tokens of prompt and output)"
-            error = _ERRORS[finish](
+            if fault.raised is not None:
+                length = len(prompts[places[0]]) + len(rows[places[0]].tokens)
+                text += f" (row {places[0]} after {length} tokens of prompt and output)"
+            error = fault.error(
                 f"{text}; those rows stopped there; all rows' tokens are in this error's "
                 "`generations`",
                 rows,
             )
-            error.__cause__ = raised
+            error.__cause__ = fault.raised
     return error
 
 
@@ -384,12 +363,11 @@ def find_forbidding(
     if finish != Finish.NAN_TARGET:
         return None
     V = system.target.vocab_size
-    last_id = system.target.last_id
     text = jnp.asarray([*prompt, *output], jnp.int32)[None]
     begin = len(prompt)
     state = make_sampler(sampler, 1, V).start(text[:, :begin], jnp.asarray([begin]), V)
     state = state.advance(text[:, begin:], jnp.asarray([len(output)]))
-    logits = jnp.where(jnp.arange(V) <= last_id, 0.0, -jnp.inf)[None, None]
+    logits = jnp.where(jnp.arange(V) <= system.target.last_id, 0.0, -jnp.inf)[None, None]
     for active in state.processors:
         logits = active.apply(logits, jnp.zeros((1, 0), jnp.int32), None)
         if not bool((logits > -jnp.inf).any()):

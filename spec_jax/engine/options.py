@@ -29,5 +29,10 @@ class GenerateOptions:
     num_samples: int | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> GenerateOptions:
+        """Takes the options among a function's arguments, ``locals()`` in its first line."""
+        return cls(**{name: arguments[name] for name in NAMES & arguments.keys()})
+
 
 NAMES = frozenset(field.name for field in dataclasses.fields(GenerateOptions))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, NamedTuple, Never
@@ -15,41 +14,37 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spec_jax import decoding, rng
-from spec_jax.compilation import Timed
 from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.generation import (
-    Generation,
-    collect,
-    describe_fault,
-    describe_nan_drafts,
-    find_forbidding,
-    find_raised,
-)
+from spec_jax.engine.driver import ROUNDS_UNWATCHED, Row
+from spec_jax.engine.generation import Generation, describe_nan_drafts, fault_of
+from spec_jax.engine.options import GenerateOptions
 from spec_jax.engine.request import (
     Prompt,
     Request,
     check_room,
     is_one_prompt,
     make_request,
-    named_sampler,
     refuse_options,
     slots_for,
-    stop_strings,
 )
-from spec_jax.engine.session import ROUNDS_TO_STOPS, ROUNDS_UNWATCHED
-from spec_jax.engine.stats import Stats
-from spec_jax.engine.text import TextTracker
-from spec_jax.errors import Cancelled, ConfigError, InvalidDraftError, PromptError
-from spec_jax.sampling import Sampler, Samplers, check_samplers, draft_samplers, make_sampler
+from spec_jax.errors import Cancelled, ConfigError, PromptError
+from spec_jax.sampling import Sampler, Samplers, draft_samplers, make_sampler
 
 ROUNDS_BETWEEN = 4  # that other rows decode between two chunks of a long prompt
 
 _log = logging.getLogger(__name__)
 _Request = tuple[int, list[int]]  # index, ids
 Numbered = tuple[int, Prompt]
+
+
+class _Feeding(NamedTuple):
+    """Prompts that are fed in chunks while other rows decode, by the places that they get."""
+
+    group: dict[int, _Request]
+    steps: Iterator[decoding.DecodeState | None]
 
 
 class Usage(NamedTuple):
@@ -139,20 +134,16 @@ class DecodeQueue:
         logprobs: bool = False,
         **unknown: Never,
     ):
+        options = GenerateOptions.of(locals())
         refuse_options(unknown, DecodeQueue)
         if decoder.is_overlapped:
             raise ConfigError(
                 "a queue refills rows, which draft and target on devices of their own cannot yet "
                 "do: build its decoder without devices"
             )
-        sampler = named_sampler(decoder.target, sampler)
-        check_samplers(sampler=sampler, draft_sampler=draft_sampler)
-        samplers = decoder.target_sampler if sampler is None else sampler
-        drafts = decoder.draft_sampler if draft_sampler is None else draft_sampler
         self._decoder = decoder
         self._chat_template_kwargs = chat_template_kwargs
-        self._engine = decoder.engine(samplers, (decoding.LOGPROBS,) if logprobs else ())
-        system = self._engine.system
+        self._driver = decoder.driver(options, 1)
         self._batch = check_integer("batch", batch, 1)
         if max_prompt_tokens is None:
             prompts, max_prompt_tokens = self._encoded(prompts)
@@ -160,22 +151,19 @@ class DecodeQueue:
         self._prompts = _numbered(prompts)
         self._limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
         (limit,) = decoder.output_limits([range(self._longest)], **self._limits)
+        system = self._driver.engine.system
         check_room(system, self._longest, limit)
         self._slots = slots_for(system, self._longest, limit)
-        vocab_size = system.target.vocab_size
-        self._samplers = samplers
-        self._has_warned = False
-        self._sampler = _in_turn(samplers, vocab_size)
+        samplers = self._driver.samplers
+        self._sampler = _in_turn(samplers, system.target.vocab_size)
+        drafts = self._driver.draft_samplers
         is_own = bool(drafts)  # then its seed is folded into the request's, and does not count up
         drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
-        self._draft_sampler = _in_turn(drafts, vocab_size, counts_up=not is_own)
-        self._stops = stop_strings(decoder.target, stop)
-        self._trackers: dict[int, TextTracker] = {}  # of the rows that decode
-        self._stop_tokens = decoder.target.stop_tokens if stop_tokens is None else stop_tokens
-        self._cancellation = decoder.row_cancellation(cancellation_token, 1)
+        self._draft_sampler = _in_turn(drafts, system.target.vocab_size, counts_up=not is_own)
+        self._has_warned = False
         self._is_empty = False
         self._error = None
-        self._feeding: list[tuple[list[int], Iterator[decoding.DecodeState | None]]] = []
+        self._feeding: list[_Feeding] = []
         self._usage = Usage()
         self._tail = Usage()
         self._results = self._run()
@@ -197,75 +185,57 @@ class DecodeQueue:
         return next(self._results)
 
     def _run(self) -> Iterator[tuple[int, Generation]]:
-        if self._cancellation.rows():
+        driver = self._driver
+        if driver.cancellation.rows():
             raise Cancelled(
                 "the queue was cancelled before its first prompt; a token that was used before "
                 "begins anew after reset()"
             )
-        rows = dict(enumerate(self._pull(self._batch)))
-        B = len(rows)
-        free = []
+        taken = dict(enumerate(self._pull(self._batch)))
+        B = len(taken)
         finished = []
-        if rows:
-            state = self._begin(list(rows.values()))
-        while True:
+        while taken or driver.rows or self._feeding:
             try:
-                taken = dict(zip(free, self._pull(len(free))))
-                rows |= taken
-                if not rows:
-                    break
-                num_active = len(rows) - len(taken) - len(self._waiting)
-                state = self._insert(state, taken, is_alone=num_active == 0)
-                state, is_over = self._feed(state, rows)
-                if not rows:
+                self._insert(taken)
+                is_over = self._feed()
+                if not driver.rows:
                     break
                 ending = np.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, np.int32)
-                stopped = ({*free} - {*rows}) | self._waiting  # on the host, and perhaps active yet
-                ending[[*stopped]] = Finish.STOP_STRING
-                num_rounds = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
-                num_rounds = min(num_rounds, ROUNDS_TO_STOPS) if self._stops else num_rounds
-                num_rounds = 1 if self._cancellation.is_watched else num_rounds
-                args = (state, ending, num_rounds, len(rows) - len(self._waiting))
-                state, chunk = self._timed("decode_s", self._engine.generate, *args)
-                begin = time.perf_counter()
+                # The others have ended on the host, and may be active on the device yet.
+                ending[[*{*range(B)} - {*driver.rows}]] = Finish.STOP_STRING
+                limit = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
+                driver.run(ending, driver.num_rounds(limit), len(driver.rows))
             except Exception as error:  # what had finished is yielded first
                 self._error = error
                 break
             yield from map(self._collect, finished)  # the host's work, while the device decodes
-            finish = self._look(chunk, rows)
-            self._decoder.count(Stats(decode_s=time.perf_counter() - begin))
-            self._count(B * int(chunk.rounds), int(chunk.row_rounds))
-            waiting = self._waiting
-            free = [row for row in rows if finish[row] != Finish.RUNNING and row not in waiting]
+            finish, ending = driver.look()
+            self._count(B * int(driver.chunk.rounds), int(driver.chunk.row_rounds))
+            has_ended = (finish != Finish.RUNNING) | (ending != Finish.RUNNING)
+            free = [place for place in driver.rows if has_ended[place]]
 
-            def read(row):
-                return self._timed("decode_s", self._engine.read, state, row)
+            def read(place):
+                return driver.timed("decode_s", driver.engine.read, driver.state, place)
 
-            finished = [(rows.pop(row), read(row), self._trackers.pop(row)) for row in free]
+            finished = [(driver.rows.pop(place), read(place)) for place in free]
+            taken = dict(zip(free, self._pull(len(free))))
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error
 
-    def _look(self, chunk: decoding.Chunk, rows: dict[int, _Request]) -> np.ndarray:
-        """Returns each row's ``Finish``, also of rows that a stop string ends."""
-        finish = np.array(chunk.finish)
-        tokenizer = self._decoder.target.tokenizer
-        for row in set(rows) - self._waiting:
-            if row not in self._trackers:
-                self._trackers[row] = TextTracker(tokenizer, [rows[row][1]], self._stops)
-            if self._stops:
-                part = slice(row, row + 1)
-                seen = (np.asarray(x)[part] for x in (chunk.tokens, chunk.total))
-                (ending,) = self._trackers[row].look(*seen, finish[part])
-                finish[row] = ending if finish[row] == Finish.RUNNING else finish[row]
-        return finish
-
     def _pull(self, limit: int) -> list[_Request]:
         found = []
-        self._is_empty |= bool(self._cancellation.rows())
+        self._is_empty |= bool(self._driver.cancellation.rows())
         while len(found) < limit and not self._is_empty:
             try:
-                found.append(self._checked(*next(self._prompts)))
+                index, prompt = next(self._prompts)
+                ids = self._encode(index, prompt)
+                if len(ids) > self._longest:
+                    raise PromptError(
+                        f"prompt {index} has {len(ids)} tokens; max_prompt_tokens is "
+                        f"{self._longest}"
+                    )
+                found.append((index, ids))
             except StopIteration:
                 self._is_empty = True
             except Exception as error:  # of the caller's iterator too: raised when rows are done
@@ -292,123 +262,97 @@ class DecodeQueue:
                 hint = f"; an index and its prompt are a tuple: ({prompt[0]}, prompt)"
             raise type(error)(f"prompt {index}: {error}{hint}") from error
 
-    def _checked(self, index: int, prompt: Prompt) -> _Request:
-        ids = self._encode(index, prompt)
-        if len(ids) > self._longest:
-            raise PromptError(
-                f"prompt {index} has {len(ids)} tokens; max_prompt_tokens is {self._longest}"
-            )
-        return index, ids
-
     def _request(self, requests: list[_Request]) -> Request:
         indices = [index for index, _ in requests]
         prompts = [ids for _, ids in requests]
         return make_request(
-            self._engine.system,
+            self._driver.engine.system,
             prompts,
             self._decoder.output_limits(prompts, **self._limits),
             self._sampler(indices),
             self._draft_sampler(indices),
-            stop_tokens=self._stop_tokens,
+            stop_tokens=self._driver.stop_tokens,
             slots=self._slots,
         )
 
     def _start(self, requests: list[_Request]) -> decoding.DecodeState:
-        request = self._request(requests)
-        self._engine.params()  # lays weights out: no part of the times
+        return self._driver.prefill(self._request(requests))
 
-        def prefill():
-            return jax.block_until_ready(self._engine.prefill(request))
-
-        return self._timed("prefill_s", prefill)
-
-    def _insert(
-        self, state, taken: dict[int, _Request], is_alone: bool = True
-    ) -> decoding.DecodeState:
-        """Prefills the new prompts of rows together, and inserts them.
+    def _insert(self, taken: dict[int, _Request]) -> None:
+        """Prefills the new prompts of places together, and inserts them.
 
         Long prompts are fed later, by ``_feed``, unless no other row is decoding.
         """
+        driver = self._driver
+        if driver.state is None and taken and not driver.engine.system.target.can_rewind:
+            # Prompts of different lengths cannot be prefilled together: the first is in all rows.
+            driver.state = self._start([taken[0]] * len(taken))
+            driver.add(0, *taken.pop(0))
+            is_alone = True
+        else:
+            is_alone = not driver.rows
 
         def is_late(ids):
-            return not is_alone and len(ids) > self._engine.system.prefill_chunk
+            return not is_alone and len(ids) > driver.engine.system.prefill_chunk
 
         groups = self._together(taken, is_late)
-        if len(groups) == 1 and len(taken) == len(state.limit):  # all rows are new
-            return self._start([taken[row] for row in sorted(taken)])
-        for rows in groups:
-            requests = [taken[row] for row in rows]
+        if len(groups) == 1 and (driver.state is None or len(taken) == len(driver.state.limit)):
+            driver.state = self._start([taken[place] for place in sorted(taken)])  # all are new
+            for place, request in taken.items():
+                driver.add(place, *request)
+            return
+        for places in groups:
+            group = {place: taken[place] for place in places}
+            requests = [*group.values()]
             # A few numbers of rows compile; what fills up is never read.
-            more = _round_up(len(rows), self._batch, self._engine.mesh) - len(rows)
+            more = _round_up(len(places), self._batch, driver.engine.mesh) - len(places)
             requests += requests[-1:] * more
             if is_late(requests[0][1]):
-                steps = self._engine.prefill_by_chunk(self._request(requests))
-                self._feeding.append((rows, steps))
+                steps = driver.engine.prefill_by_chunk(self._request(requests))
+                self._feeding.append(_Feeding(group, steps))
             else:
-                state = self._put(state, rows, self._start(requests))
-        return state
+                self._put(group, self._start(requests))
 
-    def _put(self, state, rows: list[int], prefix: decoding.DecodeState) -> decoding.DecodeState:
-        for index, row in enumerate(rows):
-            state = self._timed("prefill_s", self._engine.insert, state, row, prefix, index)
-        return state
+    def _put(self, group: dict[int, _Request], prefix: decoding.DecodeState) -> None:
+        driver = self._driver
+        for index, (place, request) in enumerate(group.items()):
+            args = (driver.state, place, prefix, index)
+            driver.state = driver.timed("prefill_s", driver.engine.insert, *args)
+            driver.add(place, *request)
 
-    def _feed(self, state, rows: dict[int, _Request]) -> tuple[decoding.DecodeState, bool]:
+    def _feed(self) -> bool:
         """Feeds one chunk of the waiting prompts, or more until any row can decode.
 
         Returns:
-          The state, and whether the queue is cancelled; if so, waiting rows are removed from
-          ``rows``.
+          Whether the queue is cancelled; if so, no prompt waits any more.
         """
-        while not (is_over := bool(self._cancellation.rows())) and self._feeding:
-            fed, steps = self._feeding[0]
-            prefix = self._timed(
-                "prefill_s", lambda steps=steps: jax.block_until_ready(next(steps))
-            )
+        driver = self._driver
+        while not (is_over := bool(driver.cancellation.rows())) and self._feeding:
+            group, steps = self._feeding[0]
+            prefix = driver.timed("prefill_s", lambda: jax.block_until_ready(next(steps)))
             if prefix is not None:
                 del self._feeding[0]
-                state = self._put(state, fed, prefix)
-            if len(self._waiting) < len(rows):
+                self._put(group, prefix)
+            if driver.rows:
                 break
-        for row in self._waiting if is_over else ():
-            del rows[row]
-        self._feeding = [] if is_over else self._feeding
-        return state, is_over
-
-    @property
-    def _waiting(self) -> set[int]:
-        """Rows whose prompts are being fed."""
-        return {row for rows, _ in self._feeding for row in rows}
+        if is_over:
+            self._feeding.clear()
+        return is_over
 
     def _together(
         self, taken: dict[int, _Request], is_late: Callable[[list[int]], bool]
     ) -> list[list[int]]:
-        """The rows whose prompts can be prefilled in one call.
+        """The places whose prompts can be prefilled in one call.
 
         A target that cannot rewind cannot discard padding, so its prompts have one length. Prompts
         that are fed later are grouped apart, so that no other prompt waits for them.
         """
-        can_pad = self._engine.system.target.can_rewind
+        can_pad = self._driver.engine.system.target.can_rewind
         groups = {}
-        for row, (_, ids) in taken.items():
+        for place, (_, ids) in taken.items():
             key = (None if can_pad else len(ids), is_late(ids))
-            groups.setdefault(key, []).append(row)
+            groups.setdefault(key, []).append(place)
         return list(groups.values())
-
-    def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function and adds its time, with compilation apart, to the decoder's."""
-        with Timed() as timed:
-            result = function(*args)
-        self._decoder.count(Stats(compile_s=timed.compile_s, **{name: timed.run_s}))
-        return result
-
-    def _begin(self, requests: list[_Request]) -> decoding.DecodeState:
-        """The first batch."""
-        if self._engine.system.target.can_rewind:
-            return self._start(requests)
-        # Prompts of different lengths cannot be prefilled together.
-        state = self._start(requests[:1] * len(requests))
-        return self._insert(state, {i: x for i, x in enumerate(requests) if i})
 
     def _count(self, row_rounds: int, useful: int) -> None:
         if self._is_empty:
@@ -416,32 +360,25 @@ class DecodeQueue:
         else:
             self._usage = self._usage.plus(row_rounds, useful)
 
-    def _collect(
-        self, finished: tuple[_Request, decoding.Record, TextTracker]
-    ) -> tuple[int, Generation]:
-        (index, ids), record, tracker = finished
-        generation = collect(jax.device_get(record), tracker, 0, self._engine.system)
-        self._engine.remember(generation.tokens)
-        finish = Finish[generation.finish_reason.upper()]
-        system = self._engine.system
-        raised = find_raised(finish, system, (*ids, *generation.tokens))
-        sampler = sampler_of(self._samplers, index)
-        processor = find_forbidding(finish, system, sampler, ids, generation.tokens)
-        text = describe_fault(finish, system, raised, processor)
+    def _collect(self, finished: tuple[Row, decoding.Record]) -> tuple[int, Generation]:
+        row, record = finished
+        generation = self._driver.collect(row, jax.device_get(record))
+        system = self._driver.engine.system
+        sampler = sampler_of(self._driver.samplers, row.index)
+        fault = fault_of(generation, system, sampler, row.prompt)
         if generation.stats.nan_drafts and not self._has_warned:
             self._has_warned = True
-            _log.warning("%s, first in the row of prompt %s", describe_nan_drafts(system), index)
-        if raised is not None:
+            text = describe_nan_drafts(system)
+            _log.warning("%s, first in the row of prompt %s", text, row.index)
+        if fault is not None and fault.raised is not None:
             if self._error is None:
-                self._error = InvalidDraftError(f"prompt {index}: {text}", [generation])
-                self._error.__cause__ = raised
+                self._error = fault.error(f"prompt {row.index}: {fault.text}", [generation])
+                self._error.__cause__ = fault.raised
             self._is_empty = True
-        elif text is not None:
-            _log.warning("%s, in the row of prompt %s, which stopped there", text, index)
-        self._decoder.count(
-            dataclasses.replace(generation.stats, n1_fallbacks=int(self._engine.is_fallback))
-        )
-        return index, generation
+        elif fault is not None:
+            text = "%s, in the row of prompt %s, which stopped there"
+            _log.warning(text, fault.text, row.index)
+        return row.index, generation
 
 
 def _round_up(count: int, batch: int, mesh: Mesh | None) -> int:

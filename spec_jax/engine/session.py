@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from spec_jax import decoding
-from spec_jax.compilation import Timed
+from spec_jax.config import check_integer
 from spec_jax.decoding import Finish
-from spec_jax.engine.cancellation import RowCancellation
-from spec_jax.engine.engine import Engine
-from spec_jax.engine.generation import Generation, collect, error_of
-from spec_jax.engine.request import Request
-from spec_jax.engine.stats import RunningStats, Stats
-from spec_jax.engine.text import TextTracker
+from spec_jax.engine import request
+from spec_jax.engine.build import Parts
+from spec_jax.engine.cancellation import CancellationToken, RowCancellation
+from spec_jax.engine.driver import Driver
+from spec_jax.engine.generation import Generation, error_of
+from spec_jax.engine.options import GenerateOptions
+from spec_jax.engine.stats import RunningStats
 from spec_jax.errors import Cancelled
 from spec_jax.progress import Progress, is_watched
-from spec_jax.sampling import Samplers
+from spec_jax.sampling import make_samplers
 
-# Rounds of a step: with stop strings to find; and without streaming, so that a cancellation
-# token that is requested during the call is still seen.
-ROUNDS_TO_STOPS = 8
-ROUNDS_UNWATCHED = 32
 _DELAY_S = 2.0  # before a bar appears unasked
 _EVERY_S = 5.0  # between two lines where there is no bar
 
 
 class Session:
-    """One call of a decoder, from prefill to the result.
+    """One call of a decoder, from prefill to the result. It decodes nothing when it is made.
 
     The caller advances it with ``step()``. After a step, ``pieces`` holds the text that has become
     final, and cancelled rows have ended. ``close`` ends all rows. Both may be called from any
@@ -42,40 +35,77 @@ class Session:
     counted.
 
     Args:
-      engine: runs the rounds.
-      request: the prompts.
-      tracker: follows the text.
-      cancellation: says which rows are cancelled.
+      parts: of the decoder.
+      token: the decoder's, which cancels every call.
       totals: gets the statistics of the call when it ends.
-      samplers: the target's, one for all rows or one for each, to say what ended a row.
-      rounds_per_sync: rounds of a step; None: 1 if the call streams or can be cancelled, else more.
+      prompts: see ``SpeculativeDecoder.generate``.
+      max_new_tokens: likewise.
+      options: likewise.
+      has_pieces: whether the text is streamed.
+
+    Attributes:
+      is_single: whether the call is of a single prompt.
+      is_done: whether the last row has ended.
+      pieces: text that has become final, as (row, text).
+
+    Raises:
+      PromptError, ConfigError: see ``SpeculativeDecoder.generate``.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        request: Request,
-        tracker: TextTracker,
-        cancellation: RowCancellation,
+        parts: Parts,
+        token: CancellationToken,
         totals: RunningStats,
-        samplers: Samplers,
-        rounds_per_sync: int | None = None,
+        prompts: request.Prompt | list[request.Prompt] | None,
+        max_new_tokens: int | None,
+        options: GenerateOptions,
+        *,
+        has_pieces: bool = False,
     ):
-        self._engine = engine
-        self._request = request
-        self._tracker = tracker
-        self._cancellation = cancellation
+        template_kwargs = options.chat_template_kwargs
+        ids, self.is_single = request.encode_all(
+            parts.target, prompts, options.messages, template_kwargs
+        )
+        samples = 1
+        if options.num_samples is not None:
+            samples = check_integer("num_samples", options.num_samples, 1)
+            self.is_single = False
+            ids = [prompt for prompt in ids for _ in range(samples)]
+        self._rounds_per_sync = options.rounds_per_sync
+        if self._rounds_per_sync is not None:
+            check_integer("rounds_per_sync", self._rounds_per_sync, 1)
+        B = len(ids)
         self._totals = totals
-        self._samplers = samplers
-        self._rounds_per_sync = rounds_per_sync
+        self._counted = RunningStats()  # of this call
+        cancellation = RowCancellation(token, options.cancellation_token, B)
+        driver = Driver(parts, options, cancellation, self._counted.add, has_pieces=has_pieces)
+        self._driver = driver
+        for row, prompt in enumerate(ids):
+            driver.add(row, row, prompt)
+        system = driver.engine.system
+        samplers = make_samplers(
+            driver.samplers,
+            driver.draft_samplers,
+            B,
+            system.target.vocab_size,
+            options.seeds,
+            parts.drafter.draft_temperature,
+        )
+        self._request = request.make_request(
+            system,
+            ids,
+            request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length),
+            *samplers,
+            stop_tokens=driver.stop_tokens,
+            pad_to=options.pad_to,
+            samples=samples,
+        )
         self._lock = threading.Lock()
-        self._state: decoding.DecodeState | None = None
-        self._ending = np.full(cancellation.batch, Finish.RUNNING, np.int32)
-        self._prefill_s = self._decode_s = self._compile_s = 0.0
+        self._ending = np.full(B, Finish.RUNNING, np.int32)
         self._rows: list[Generation] = []
         self._error: BaseException | None = None
-        self._chunk: decoding.Chunk | None = None
-        self.pieces: deque[tuple[int, str]] = deque()  # row, text
+        self.pieces = driver.pieces
         self.is_done = False
 
     def step(self, *, is_closing: bool = False) -> None:
@@ -87,26 +117,24 @@ class Session:
         Raises:
           Cancelled: every row was cancelled before its first token.
         """
+        driver = self._driver
         with self._lock:
             try:
                 num_rounds = None if self.is_done else self._prepare(is_closing)
                 if num_rounds is not None:
-                    with Timed() as timed:
-                        rounds = self._engine.generate(self._state, self._ending, num_rounds)
-                        self._state, self._chunk = rounds
-                        finish = self._look(self._chunk)
-                    self._read(finish, timed)
+                    driver.run(self._ending, num_rounds)
+                    finish, self._ending = driver.look()
+                    if (finish != Finish.RUNNING).all():
+                        self._finish()
+                        driver.state = None
+                        self.is_done = True  # after the pieces: who sees it sees every piece
             except Exception as error:
-                self._error = error
-                self._state = None
-                self.is_done = True
+                self._fail(error)
                 raise
             except BaseException:  # Ctrl-C: the next step or close finds what there is
-                arrays = [x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array)]
+                arrays = [x for x in jax.tree.leaves(driver.state) if isinstance(x, jax.Array)]
                 if any(x.is_deleted() for x in arrays):
-                    self._error = Cancelled("the generation was interrupted within a round")
-                    self._state = None
-                    self.is_done = True
+                    self._fail(Cancelled("the generation was interrupted within a round"))
                 raise
 
     @property
@@ -116,10 +144,11 @@ class Session:
 
     def progress(self) -> tuple[int, int]:
         """Returns the output tokens so far, ended rows counted as full, and the running rows."""
-        if self._chunk is None:
+        chunk = self._driver.chunk
+        if chunk is None:
             return 0, len(self._ending)
-        is_running = np.asarray(self._chunk.finish) == Finish.RUNNING
-        total = np.where(is_running, self._chunk.total, self._request.limits)
+        is_running = np.asarray(chunk.finish) == Finish.RUNNING
+        total = np.where(is_running, chunk.total, self._request.limits)
         return int((total - np.asarray(self._request.lengths)).sum()), int(is_running.sum())
 
     def close(self) -> None:
@@ -140,20 +169,29 @@ class Session:
             raise self._error
         return self._rows
 
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._driver.state = None
+        self.is_done = True
+
     def _prepare(self, is_closing: bool) -> int | None:
         """Returns how many rounds this step runs; None if it only prefills."""
+        driver = self._driver
         if is_closing:
-            if self._state is None:
-                self._error = Cancelled("the generation was closed before its first token")
-                self.is_done = True
+            if driver.state is None:
+                self._fail(Cancelled("the generation was closed before its first token"))
                 return None
             self._ending[self._ending == Finish.RUNNING] = Finish.CANCELLED
             return 0
-        cancelled = self._cancellation.rows()
-        if self._state is None:
+        cancelled = driver.cancellation.rows()
+        if driver.state is None:
             self._check_not_all(cancelled)
-            self._prefill()
-            return 0 if self._tracker.has_pieces else None
+            driver.state = driver.prefill(self._request)
+            dropped = driver.cancellation.rows()
+            self._check_not_all(dropped)
+            for row in dropped:
+                driver.rows[row].text.drop()
+            return 0 if driver.has_pieces else None
         for row in cancelled:
             if self._ending[row] == Finish.RUNNING:
                 self._ending[row] = Finish.CANCELLED
@@ -161,23 +199,8 @@ class Session:
         return 0 if len(cancelled) == len(self._ending) else self._num_rounds()
 
     def _num_rounds(self) -> int:
-        if self._rounds_per_sync is not None:
-            return self._rounds_per_sync
-        is_watched = self._tracker.has_pieces or self._cancellation.is_watched
-        limit = 1 if is_watched else ROUNDS_UNWATCHED
-        return min(limit, ROUNDS_TO_STOPS) if self._tracker.is_needed else limit
-
-    def _prefill(self) -> None:
-        with Timed() as layout:  # lays weights out: no part of the times
-            self._engine.params(self._cancellation.batch)
-        with Timed() as timed:
-            self._state = jax.block_until_ready(self._engine.prefill(self._request))
-        self._prefill_s = timed.run_s
-        self._compile_s += layout.compile_s + timed.compile_s
-        dropped = self._cancellation.rows()
-        self._check_not_all(dropped)
-        for row in dropped:
-            self._tracker.drop(row)
+        per_sync = self._rounds_per_sync
+        return self._driver.num_rounds() if per_sync is None else per_sync
 
     def _check_not_all(self, cancelled: list[int]) -> None:
         if len(cancelled) == len(self._ending):
@@ -186,46 +209,19 @@ class Session:
                 "before begins anew after reset()"
             )
 
-    def _look(self, chunk: decoding.Chunk) -> np.ndarray:
-        """Follows the text, and returns each row's ``Finish``."""
-        finish = np.asarray(chunk.finish)
-        if self._tracker.is_needed:
-            tokens = np.asarray(chunk.tokens)
-            total = np.asarray(chunk.total)
-            self._ending = self._tracker.look(tokens, total, finish)
-        return finish
-
-    def _read(self, finish: np.ndarray, timed: Timed) -> None:
-        """Takes in what rounds have produced."""
-        self._decode_s += timed.run_s
-        self._compile_s += timed.compile_s
-        self.pieces.extend(self._tracker.take())
-        if (finish != Finish.RUNNING).all():
-            self._finish()
-            self.is_done = True  # after the pieces: a reader that sees it sees every piece
-            self._state = None
-
     def _finish(self) -> None:
-        with Timed() as timed:
-            record = jax.tree.map(np.asarray, self._engine.read(self._state))
-        self._compile_s += timed.compile_s
-        system = self._engine.system
+        """Collects the rows, and counts the call."""
+        driver = self._driver
+        record = driver.timed(None, driver.engine.read, driver.state)
+        record = jax.tree.map(np.asarray, record)
         self._rows = [
-            collect(jax.tree.map(lambda x: x[row], record), self._tracker, row, system)
-            for row in range(len(self._ending))
+            driver.collect(row, jax.tree.map(lambda x: x[place], record))
+            for place, row in driver.rows.items()
         ]
-        times = Stats(
-            prefill_s=self._prefill_s,
-            decode_s=self._decode_s,
-            compile_s=self._compile_s,
-            n1_fallbacks=len(self._rows) if self._engine.is_fallback else 0,
-        )
-        self._totals.add(functools.reduce(operator.add, (row.stats for row in self._rows), times))
-        for row in self._rows:
-            self._engine.remember(row.tokens)
-        prompts = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.prompt_length)]
-        args = (self._rows, system, self._samplers, prompts)
-        self._error = error_of(*args, self._engine.num_ahead)
+        self._totals.add(self._counted.value)
+        prompts = [row.prompt for row in driver.rows.values()]
+        args = (self._rows, driver.engine.system, driver.samplers, prompts)
+        self._error = error_of(*args, driver.engine.num_ahead)
 
 
 @contextlib.contextmanager

@@ -34,10 +34,10 @@ class Stream:
     Concurrent callers take turns, and each piece is returned once.
     """
 
-    def __init__(self, session: Session, worker: Executor, *, is_single: bool):
+    def __init__(self, session: Session, worker: Executor):
         self._session = session
         self._worker = worker
-        self._is_single = is_single
+        self._is_single = session.is_single
         self._is_closed = self._is_interrupted = False
 
     @property

@@ -23,8 +23,8 @@ from support.tiny_models import DEEPSEEK_TARGET, LLAMA, random_weights
 import spec_jax
 from spec_jax import SamplerConfig, testing
 from spec_jax.contracts import Rule
-from spec_jax.decoding import Finish
-from spec_jax.engine.generation import describe_fault, find_forbidding
+from spec_jax.engine.generation import Generation, fault_of
+from spec_jax.engine.stats import Stats
 from spec_jax.errors import InvalidVerdictError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
@@ -71,11 +71,10 @@ def test_the_message_names_the_processor_that_forbids_every_token():
     system, params = make("standalone", "greedy", "small").system(), toys.TARGET.params
     found = {tuple(prompt): AUTOMATA.greedy(params, prompt, NEW) for prompt in PROMPTS}
     prompt, output = next((x, y) for x, (y, reason) in found.items() if reason == "nan_target")
-    fault = Finish.NAN_TARGET
+    row = Generation(None, tuple(output), "nan_target", Stats())
 
     def message(config):
-        processor = find_forbidding(fault, system, config, prompt, output)
-        return describe_fault(fault, system, processor=processor)
+        return fault_of(row, system, config, prompt).text
 
     assert message(COLD) == FORBIDDEN
     bans = SamplerConfig(logit_bias=tuple((i, -np.inf) for i in range(V)))

@@ -15,14 +15,14 @@ STOPS = ["</s>", "ab</s>", "</s>b", "a<s></s>", ["b</s>", "aa"], ["bb", "<s>a"],
 
 def follow(tokenizer, prompt, ids, stops, steps):
     """What becomes of a row that is polled after so many tokens each, and its pieces."""
-    tracker = TextTracker(tokenizer, [prompt], stops, has_pieces=True)
+    tracker = TextTracker(tokenizer, prompt, stops, has_pieces=True)
     n, ending, sent = 0, Finish.RUNNING, ""
     while n < len(ids) and ending == Finish.RUNNING:
         n = min(n + next(steps), len(ids))
         end = Finish.LENGTH if n == len(ids) else Finish.RUNNING
-        (ending,) = tracker.look(np.asarray([[*prompt, *ids]]), [len(prompt) + n], [end])
-        sent += "".join(piece for _, piece in tracker.take())
-    return *tracker.result(0, ids[:n], Finish.LENGTH), sent
+        ending, piece = tracker.look(ids[:n], end)
+        sent += piece
+    return *tracker.result(ids[:n], Finish.LENGTH), sent
 
 
 def expected_of(tokenizer, ids, stops):

@@ -83,14 +83,12 @@ def test_long_rows_are_followed_by_their_last_tokens_alone(kind, is_cancelled):
         final = tokenizer.whole_after if is_cancelled else tokenizer.decode_after
         expected, tokenizer.decode = final(prompt, ids), counted
         decoded.clear()
-        watch, pieces, n = TextTracker(tokenizer, [prompt], has_pieces=True), [], 0
+        watch, pieces, n = TextTracker(tokenizer, prompt, has_pieces=True), [], 0
         while n < len(ids):
             n = min(n + int(rng.integers(1, 5)), len(ids))
             is_last = n == len(ids)
-            row = np.asarray([[*prompt, *ids[:n]]])
-            watch.look(row, [len(prompt) + n], [end if is_last else Finish.RUNNING])
-            pieces += [piece for _, piece in watch.take()]
-        assert "".join(pieces) == watch.result(0, ids, end)[1] == expected
+            pieces.append(watch.look(ids[:n], end if is_last else Finish.RUNNING)[1])
+        assert "".join(pieces) == watch.result(ids, end)[1] == expected
         if kind != "byte fallback":  # whose rows are here almost nothing but runs of bytes
             assert sum(decoded) < 120 * len(ids)  # all of it each time: 300 an id
 
@@ -165,11 +163,9 @@ def test_text_that_ends_early_ends_with_a_whole_character():
 
 def test_the_start_of_a_stop_string_is_held_back_until_it_is_none():
     """Of a text that comes letter by letter, and in which a stop string begins twice."""
-    tokenizer, sent = bytes_alone(), []
+    tokenizer = bytes_alone()
     ids = by_bytes(tokenizer, "ababc")
-    tracker = TextTracker(tokenizer, [[]], ["abc"], has_pieces=True)
-    for n in range(1, len(ids) + 1):
-        tracker.look(np.asarray([ids]), [n], [Finish.RUNNING])
-        sent.append("".join(piece for _, piece in tracker.take()))
+    tracker = TextTracker(tokenizer, [], ["abc"], has_pieces=True)
+    sent = [tracker.look(ids[:n], Finish.RUNNING)[1] for n in range(1, len(ids) + 1)]
     assert sent == ["", "", "a", "b", ""]
-    assert tracker.result(0, ids, Finish.RUNNING).text == "ab"
+    assert tracker.result(ids, Finish.RUNNING).text == "ab"

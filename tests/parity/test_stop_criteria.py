@@ -30,9 +30,9 @@ def test_a_row_ends_at_the_same_token(tmp_path, stops, make):
         ends = [
             n for n in range(1, len(ids) + 1) if criteria(torch.tensor([prompt + ids[:n]]), None)
         ]
-        tracker = TextTracker(ours, [prompt], stops)
-        tracker.look(np.asarray([prompt + ids]), [len(prompt) + len(ids)], [Finish.LENGTH])
-        count, _, finish = tracker.result(0, ids, Finish.LENGTH)
+        tracker = TextTracker(ours, prompt, stops)
+        tracker.look(ids, Finish.LENGTH)
+        count, _, finish = tracker.result(ids, Finish.LENGTH)
         assert (finish == Finish.STOP_STRING, count) == (bool(ends), (ends or [len(ids)])[0])
         num_stopped += bool(ends)
     assert num_stopped

@@ -37,12 +37,10 @@ def tokenizer():
 
 
 def generation(tokenizer, ids, kinds, offered, rejected, expected=None):
-    array = lambda values, dtype: np.asarray(values, dtype)
-    kinds, offered = array(kinds, np.int8), array(offered, np.int16)
-    stats = row_stats(kinds, offered, 2, expected)
-    trace = Trace.of(
-        kinds, offered, array(rejected, np.int32), expected, array([0], np.int32), tokenizer
-    )
+    stats = row_stats(np.asarray(kinds), np.asarray(offered), 2, expected)
+    names = tuple(Kind(kind).name.lower() for kind in kinds)
+    expected = () if expected is None else tuple(expected)
+    trace = Trace(names, tuple(offered), tuple(rejected), expected, (0,), tokenizer)
     text = None if tokenizer is None else tokenizer.decode(ids)
     return spec_jax.Generation(text, tuple(ids), "length", stats, trace)
 
@@ -105,7 +103,7 @@ def test_pieces_join_to_the_text_also_where_tokens_split_characters(tokenizer):
     text = "a 数🙂 café\n\n  <b>&amp;</b> ñandú ☃"
     ids = [*tokenizer.encode(text)[1:], tokenizer.token_id("</s>")]
     assert len(ids) > len(text) - 8, "some of its characters are several tokens"
-    trace = Trace.of(*np.zeros((3, len(ids)), np.int8), None, np.zeros(1, np.int32), tokenizer)
+    trace = Trace((), (), (), (), (0,), tokenizer)
     pieces = trace.pieces(ids)
     assert "".join(pieces) == text and "" in pieces and not any("\ufffd" in p for p in pieces)
 

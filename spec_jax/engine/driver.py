@@ -1,0 +1,170 @@
+"""The one driver of rounds: rows that are decoded together, in a call or in a queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spec_jax import decoding
+from spec_jax.compilation import Timed
+from spec_jax.decoding import Finish
+from spec_jax.engine import request
+from spec_jax.engine.build import Parts
+from spec_jax.engine.cancellation import RowCancellation
+from spec_jax.engine.generation import Generation, collect
+from spec_jax.engine.options import GenerateOptions
+from spec_jax.engine.stats import Stats
+from spec_jax.engine.text import TextTracker
+from spec_jax.errors import ConfigError
+from spec_jax.sampling import check_samplers
+
+# Rounds between two looks: with stop strings to find; and without streaming, so that a cancellation
+# token that is requested during the call is still seen.
+ROUNDS_TO_STOPS = 8
+ROUNDS_UNWATCHED = 32
+
+
+class Row(NamedTuple):
+    """A row that is decoding: the index and the ids of its prompt, and its text."""
+
+    index: int
+    prompt: list[int]
+    text: TextTracker
+
+
+class Driver:
+    """Runs the rounds of rows, follows their text, and collects those that have ended.
+
+    Args:
+      parts: of the decoder.
+      options: of the call or the queue.
+      cancellation: says which rows are cancelled.
+      count: gets the times of what runs, and the counts of each row that is collected.
+      has_pieces: whether text is streamed.
+
+    Attributes:
+      engine: runs the programs.
+      samplers: the target's, one for all rows or several.
+      draft_samplers: the draft's, likewise; None: see ``sampling.draft_samplers``.
+      stop_tokens: ids at which a row ends.
+      rows: those that decode, by their place in the batch.
+      state: of the batch; None before the prefill.
+      chunk: what the last rounds produced.
+      pieces: text that has become final, as (place, text).
+
+    Raises:
+      ConfigError: an invalid option, or the rule cannot serve the samplers.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        options: GenerateOptions,
+        cancellation: RowCancellation,
+        count: Callable[[Stats], None],
+        *,
+        has_pieces: bool = False,
+    ):
+        target = parts.target
+        self._tokenizer = target.tokenizer
+        self._stops = request.stop_strings(target, options.stop)
+        if has_pieces and target.tokenizer is None:
+            raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
+        sampler = request.named_sampler(target, options.sampler)
+        check_samplers(sampler=sampler, draft_sampler=options.draft_sampler)
+        self.samplers = parts.target_sampler if sampler is None else sampler
+        drafts = options.draft_sampler
+        self.draft_samplers = parts.draft_sampler if drafts is None else drafts
+        stop_tokens = options.stop_tokens
+        self.stop_tokens = target.stop_tokens if stop_tokens is None else stop_tokens
+        self.engine = parts.engine(self.samplers, (decoding.LOGPROBS,) if options.logprobs else ())
+        self.has_pieces = has_pieces
+        self.cancellation = cancellation
+        self.count = count
+        self.rows: dict[int, Row] = {}
+        self.state: decoding.DecodeState | None = None
+        self.chunk: decoding.Chunk | None = None
+        self.pieces: deque[tuple[int, str]] = deque()
+        self._begin_s = 0.0
+
+    def add(self, place: int, index: int, prompt: list[int]) -> None:
+        """Begins to follow a row that is prefilled.
+
+        Args:
+          place: in the batch.
+          index: of its prompt.
+          prompt: its ids.
+        """
+        options = {"has_pieces": self.has_pieces}
+        text = TextTracker(self._tokenizer, prompt, self._stops, **options)
+        self.rows[place] = Row(index, prompt, text)
+
+    def timed(self, name: str | None, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function and counts its time, with compilation apart.
+
+        Args:
+          name: the time's, in ``Stats``; None: only compilation counts.
+          function: what is called.
+          *args: its arguments.
+        """
+        with Timed() as timed:
+            result = function(*args)
+        times = {} if name is None else {name: timed.run_s}
+        self.count(Stats(compile_s=timed.compile_s, **times))
+        return result
+
+    def prefill(self, prompts: request.Request) -> decoding.DecodeState:
+        """Returns the state of prefilled prompts: of the batch, or of rows to insert into it."""
+        batch = len(prompts.limits if self.state is None else self.state.limit)
+        self.timed(None, self.engine.params, batch)  # lays weights out: no part of the times
+        return self.timed("prefill_s", lambda: jax.block_until_ready(self.engine.prefill(prompts)))
+
+    def num_rounds(self, limit: int = ROUNDS_UNWATCHED) -> int:
+        """Returns how many rounds to run before the next look, at most ``limit``."""
+        limit = 1 if self.has_pieces or self.cancellation.is_watched else limit
+        return min(limit, ROUNDS_TO_STOPS) if self._stops else limit
+
+    def run(self, ending: np.ndarray, num_rounds: int, min_active: int = 1) -> None:
+        """Starts rounds, of which ``look`` takes the result; see ``Engine.generate``."""
+        args = (self.state, ending, num_rounds, min_active)
+        self.state, self.chunk = self.timed("decode_s", self.engine.generate, *args)
+        self._begin_s = time.perf_counter()
+
+    def look(self) -> tuple[np.ndarray, np.ndarray]:
+        """Waits for the rounds, and follows the text.
+
+        Returns:
+          i32[B], the ``Finish`` of each row; and i32[B], STOP_STRING for rows that must end now,
+          else RUNNING.
+        """
+        finish = np.asarray(self.chunk.finish)
+        ending = np.full(len(finish), Finish.RUNNING, np.int32)
+        if self.has_pieces or self._stops:
+            tokens = np.asarray(self.chunk.tokens)
+            total = np.asarray(self.chunk.total)
+            for place, row in self.rows.items():
+                ids = tokens[place, len(row.prompt) : total[place]].tolist()
+                ending[place], piece = row.text.look(ids, finish[place])
+                if piece:
+                    self.pieces.append((place, piece))
+        self.count(Stats(decode_s=time.perf_counter() - self._begin_s))
+        return finish, ending
+
+    def collect(self, row: Row, record: decoding.Record) -> Generation:
+        """Returns what a row has produced, and counts it.
+
+        Args:
+          row: one that has ended.
+          record: its own.
+        """
+        found = collect(record, row.text, self.engine.system)
+        self.engine.remember(found.tokens)
+        is_fallback = int(self.engine.is_fallback)
+        self.count(dataclasses.replace(found.stats, n1_fallbacks=is_fallback))
+        return found
