@@ -20,12 +20,12 @@ from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
 from spec_jax.models.params import Params, flat_table, head_counts, table_placement
 from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
-from spec_jax.show.summary import Shown
+from spec_jax.show.summary import ReprMixin
 from spec_jax.tree import AnyTree
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadedHead(Shown):
+class LoadedHead(ReprMixin):
     """A head of any kind, or MTP modules, and their weights.
 
     Attributes:
@@ -132,7 +132,7 @@ class LoadedHead(Shown):
         """Number of its own parameters, without those that it shares with the target."""
         return sum(w.size for w in jax.tree.leaves(self.params))
 
-    def _facts(self) -> dict[str, str]:
+    def _repr_fields(self) -> dict[str, str]:
         config = self.config
         facts = {"": repr(self.name)}
         with contextlib.suppress(ConfigError):  # its kind is not registered

@@ -35,12 +35,12 @@ from spec_jax.overlap.overlap import Devices, mesh_of_side
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, check_samplers, highest_temperature
 from spec_jax.sharding import REPLICATED, SHARDED
-from spec_jax.show.summary import Shown
+from spec_jax.show.summary import ReprMixin
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Parts(Shown):
-    """The parts of a decoder, which fit each other.
+class DecoderSpec(ReprMixin):
+    """Everything that a decoder was built from, checked for consistency.
 
     Attributes:
       target: the target, on its mesh.
@@ -166,13 +166,13 @@ class Parts(Shown):
             self.mesh,
         )
 
-    def for_warmup(self) -> Parts:
-        """Returns parts whose calls teach these nothing but the costs of each K."""
+    def for_warmup(self) -> DecoderSpec:
+        """Returns a spec whose calls teach this one nothing but the costs of each K."""
         history = copy.copy(self.history)
         adaptive = copy.copy(self.adaptive)
         return dataclasses.replace(self, history=history, adaptive=adaptive)
 
-    def _facts(self) -> dict[str, str]:
+    def _repr_fields(self) -> dict[str, str]:
         facts = {"": repr(self.target.name)}
         if self.num_draft == 0:
             facts["drafts"] = "none, one token a pass"
@@ -188,8 +188,8 @@ class Parts(Shown):
             facts["mesh"] = mesh_text(self.mesh)
         return facts
 
-    def without_drafts(self) -> Parts:
-        """Returns the parts that decode one token a pass."""
+    def without_drafts(self) -> DecoderSpec:
+        """Returns the spec of decoding one token a pass."""
         return dataclasses.replace(
             self,
             model=self.target.model,
@@ -201,7 +201,7 @@ class Parts(Shown):
         )
 
 
-def make_parts(
+def make_spec(
     target: LoadedModel,
     draft: LoadedModel | LoadedHead | None,
     config: SpeculativeConfig | AsyncSpecConfig | None,
@@ -217,7 +217,7 @@ def make_parts(
     is_draft_replicated: bool,
     observers: Sequence[Observer],
     prefill_chunk: int | None,
-) -> Parts:
+) -> DecoderSpec:
     """Resolves the arguments of ``SpeculativeDecoder``.
 
     Args:
@@ -263,7 +263,7 @@ def make_parts(
     loop = overlap.make_loop(devices, stacklevel=4) if is_apart else decoding
     if is_adaptive and loop is not decoding:
         raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
-    parts = Parts(
+    spec = DecoderSpec(
         target=target,
         draft=draft,
         model=model,
@@ -283,8 +283,8 @@ def make_parts(
         observers=check_observers(observers),
         prefill_chunk=_check_chunk(prefill_chunk, target),
     )
-    parts.system(target_sampler)  # refuses an invalid strategy or rule
-    return parts.without_drafts() if force_n1 or is_fallback else parts
+    spec.system(target_sampler)  # refuses an invalid strategy or rule
+    return spec.without_drafts() if force_n1 or is_fallback else spec
 
 
 def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | LoadedHead | None:
@@ -311,7 +311,7 @@ def _resolve_config(
 ) -> tuple[SpeculativeConfig | None, Samplers, Samplers | None, bool, int | None]:
     """Returns what a config of either shape says, with its defaults, and its maximum length.
 
-    Arguments and errors are those of ``make_parts``.
+    Arguments and errors are those of ``make_spec``.
     """
     max_length = None
     if isinstance(config, AsyncSpecConfig):

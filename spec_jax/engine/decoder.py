@@ -18,7 +18,7 @@ from spec_jax.config import SpeculativeConfig, check_integer
 from spec_jax.config.asynchronous import AsyncSpecConfig
 from spec_jax.contracts import Drafter, Observer, Rule
 from spec_jax.engine import request, stats
-from spec_jax.engine.build import make_parts
+from spec_jax.engine.build import make_spec
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.driver import Driver
 from spec_jax.engine.engine import Engine
@@ -32,10 +32,10 @@ from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of
 from spec_jax.overlap import overlap
 from spec_jax.sampling import Samplers
-from spec_jax.show.summary import Shown
+from spec_jax.show.summary import ReprMixin
 
 
-class SpeculativeDecoder(Shown):
+class SpeculativeDecoder(ReprMixin):
     """Decodes a target model, faster with a draft, without changing its output distribution.
 
     Concurrent calls are safe, from threads and from tasks: each has its own state, and its result
@@ -45,7 +45,7 @@ class SpeculativeDecoder(Shown):
     Args:
       target: from ``load_model``.
       draft: a smaller model of the same vocabulary for the method "standalone", a head from
-        ``load_head`` or ``load_mtp`` for "eagle" and "mtp", else None.
+        ``load_draft`` for the methods of heads, else None.
       config: what drafts, and which rule accepts; by default ``SpeculativeConfig()`` where there is
         a draft, and plain decoding for a target alone. The samplers and the limit of an
         ``AsyncSpecConfig`` become the decoder's.
@@ -99,11 +99,11 @@ class SpeculativeDecoder(Shown):
     ):
         arguments = locals()
         del arguments["self"]
-        self._parts = make_parts(**arguments)
-        self.target, self.draft = self._parts.target, self._parts.draft
-        self.target_sampler = self._parts.target_sampler
-        self.draft_sampler = self._parts.draft_sampler
-        self.adaptive, self.mesh = self._parts.adaptive, self._parts.mesh
+        self._spec = make_spec(**arguments)
+        self.target, self.draft = self._spec.target, self._spec.draft
+        self.target_sampler = self._spec.target_sampler
+        self.draft_sampler = self._spec.draft_sampler
+        self.adaptive, self.mesh = self._spec.adaptive, self._spec.mesh
         self._token = CancellationToken()
         self._totals = stats.RunningStats()
         self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
@@ -129,10 +129,10 @@ class SpeculativeDecoder(Shown):
         The parts are not checked against each other.
 
         Args:
-          **parts: the new parts by name, see ``engine.build.Parts``.
+          **parts: the new parts by name, see ``engine.build.DecoderSpec``.
         """
         other = copy.copy(self)
-        other._parts = dataclasses.replace(self._parts, **parts)
+        other._spec = dataclasses.replace(self._spec, **parts)
         other._token = CancellationToken()
         other._totals = stats.RunningStats()
         other._worker = ThreadPoolExecutor(1, "spec_jax")
@@ -155,16 +155,16 @@ class SpeculativeDecoder(Shown):
         for name, params in (("target", target), ("draft", draft)):
             if params is None:
                 continue
-            model = getattr(self._parts, name)
+            model = getattr(self._spec, name)
             if model is None:
                 raise ConfigError("params of a draft are given; this decoder has none")
             models[name] = dataclasses.replace(model, params=_like(params, model.params, name))
         other = self.with_parts(**models)
-        other.target, other.draft = other._parts.target, other._parts.draft
+        other.target, other.draft = other._spec.target, other._spec.draft
         return other
 
-    def _facts(self) -> dict[str, str]:
-        return self._parts._facts()
+    def _repr_fields(self) -> dict[str, str]:
+        return self._spec._repr_fields()
 
     @property
     def config(self) -> SpeculativeConfig | None:
@@ -177,12 +177,12 @@ class SpeculativeDecoder(Shown):
     @property
     def is_overlapped(self) -> bool:
         """Whether drafting runs on devices of its own while the target verifies."""
-        return self._parts.is_overlapped
+        return self._spec.is_overlapped
 
     @property
     def num_draft(self) -> int:
         """K, the maximum number of drafted tokens a round; 0 for plain decoding."""
-        return self._parts.num_draft
+        return self._spec.num_draft
 
     @property
     def stats(self) -> stats.Stats:
@@ -220,11 +220,11 @@ class SpeculativeDecoder(Shown):
         Raises:
           ConfigError: the strategy cannot serve their temperature.
         """
-        return self._parts.resolved_config(samplers)
+        return self._spec.resolved_config(samplers)
 
     def system(self, samplers: Samplers | None = None) -> decoding.System:
         """Returns the system that is compiled for these samplers: target, drafter, rule and K."""
-        return self._parts.system(self.target_sampler if samplers is None else samplers)
+        return self._spec.system(self.target_sampler if samplers is None else samplers)
 
     def engine(
         self, samplers: Samplers | None = None, observers: tuple[Observer, ...] = ()
@@ -239,7 +239,7 @@ class SpeculativeDecoder(Shown):
           ConfigError: the rule cannot serve their temperature.
         """
         samplers = self.target_sampler if samplers is None else samplers
-        return self._parts.engine(samplers, observers)
+        return self._spec.engine(samplers, observers)
 
     def params(self, batch: int | None = None) -> dict:
         """Returns ``{"target": ..., "draft": ...}``, see ``Engine.params``."""
@@ -438,8 +438,8 @@ class SpeculativeDecoder(Shown):
         totals = stats.RunningStats()
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
-            parts = self._parts.for_warmup()
-            session = Session(parts, self._token, totals, ids, max_new_tokens, options)
+            spec = self._spec.for_warmup()
+            session = Session(spec, self._token, totals, ids, max_new_tokens, options)
             session.step()  # prefills
             session.step()
             session.close()
@@ -448,7 +448,7 @@ class SpeculativeDecoder(Shown):
     def _stream(
         self, prompts, max_new_tokens, options: GenerateOptions, has_pieces: bool
     ) -> Stream:
-        args = (self._parts, self._token, self._totals, prompts, max_new_tokens, options)
+        args = (self._spec, self._token, self._totals, prompts, max_new_tokens, options)
         return Stream(Session(*args, has_pieces=has_pieces), self._worker)
 
     def driver(self, options: GenerateOptions, batch: int) -> Driver:
@@ -459,7 +459,7 @@ class SpeculativeDecoder(Shown):
           batch: rows that are cancelled together or for themselves, see ``RowCancellation``.
         """
         cancellation = RowCancellation(self._token, options.cancellation_token, batch)
-        return Driver(self._parts, options, cancellation, self.count)
+        return Driver(self._spec, options, cancellation, self.count)
 
     def output_limits(
         self,
@@ -470,7 +470,7 @@ class SpeculativeDecoder(Shown):
     ) -> list[int]:
         """Maximum output tokens of each row, see ``generate``; by default the config's limit."""
         refuse_options(unknown, self.output_limits)
-        return request.output_limits(ids, max_new_tokens, max_length, self._parts.max_length)
+        return request.output_limits(ids, max_new_tokens, max_length, self._spec.max_length)
 
 
 def _like(params: Any, present: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ from spec_jax import decoding
 from spec_jax.compilation import Timed
 from spec_jax.decoding import Finish
 from spec_jax.engine import request
-from spec_jax.engine.build import Parts
+from spec_jax.engine.build import DecoderSpec
 from spec_jax.engine.cancellation import RowCancellation
 from spec_jax.engine.generation import Generation, collect
 from spec_jax.engine.options import GenerateOptions
@@ -42,7 +42,7 @@ class Driver:
     """Runs the rounds of rows, follows their text, and collects those that have ended.
 
     Args:
-      parts: of the decoder.
+      spec: of the decoder.
       options: of the call or the queue.
       cancellation: says which rows are cancelled.
       count: gets the times of what runs, and the counts of each row that is collected.
@@ -64,26 +64,26 @@ class Driver:
 
     def __init__(
         self,
-        parts: Parts,
+        spec: DecoderSpec,
         options: GenerateOptions,
         cancellation: RowCancellation,
         count: Callable[[Stats], None],
         *,
         has_pieces: bool = False,
     ):
-        target = parts.target
+        target = spec.target
         self._tokenizer = target.tokenizer
         self._stops = request.stop_strings(target, options.stop)
         if has_pieces and target.tokenizer is None:
             raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
         sampler = request.named_sampler(target, options.sampler)
         check_samplers(sampler=sampler, draft_sampler=options.draft_sampler)
-        self.samplers = parts.target_sampler if sampler is None else sampler
+        self.samplers = spec.target_sampler if sampler is None else sampler
         drafts = options.draft_sampler
-        self.draft_samplers = parts.draft_sampler if drafts is None else drafts
+        self.draft_samplers = spec.draft_sampler if drafts is None else drafts
         stop_tokens = options.stop_tokens
         self.stop_tokens = target.stop_tokens if stop_tokens is None else stop_tokens
-        self.engine = parts.engine(self.samplers, (decoding.LOGPROBS,) if options.logprobs else ())
+        self.engine = spec.engine(self.samplers, (decoding.LOGPROBS,) if options.logprobs else ())
         self.has_pieces = has_pieces
         self.cancellation = cancellation
         self.count = count

@@ -24,7 +24,7 @@ from spec_jax.errors import ConfigError, InvalidDraftError, InvalidVerdictError
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sampling import Samplers, make_sampler
 from spec_jax.show import page, plots
-from spec_jax.show.summary import Shown, cut
+from spec_jax.show.summary import ReprMixin, cut
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Generation(Shown):
+class Generation(ReprMixin):
     """What one prompt produced; ``str`` of it is its text.
 
     A notebook shows its tokens in colour: accepted drafts, corrections, bonus tokens.
@@ -158,7 +158,7 @@ class Generation(Shown):
     def __str__(self) -> str:
         return repr(self) if self.text is None else self.text
 
-    def _facts(self) -> dict[str, str]:
+    def _repr_fields(self) -> dict[str, str]:
         text = "" if self.text is None else cut(repr(self.text), 60)
         counts = {"tokens": str(len(self.tokens)), "tau": f"{self.stats.tau:.2f}"}
         return {"": text, **counts, "finish": self.finish_reason}

@@ -12,7 +12,7 @@ import numpy as np
 from spec_jax.config import check_integer
 from spec_jax.decoding import Finish
 from spec_jax.engine import request
-from spec_jax.engine.build import Parts
+from spec_jax.engine.build import DecoderSpec
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
 from spec_jax.engine.driver import Driver
 from spec_jax.engine.generation import Generation, error_of
@@ -35,7 +35,7 @@ class Session:
     counted.
 
     Args:
-      parts: of the decoder.
+      spec: of the decoder.
       token: the decoder's, which cancels every call.
       totals: gets the statistics of the call when it ends.
       prompts: see ``SpeculativeDecoder.generate``.
@@ -54,7 +54,7 @@ class Session:
 
     def __init__(
         self,
-        parts: Parts,
+        spec: DecoderSpec,
         token: CancellationToken,
         totals: RunningStats,
         prompts: request.Prompt | list[request.Prompt] | None,
@@ -65,7 +65,7 @@ class Session:
     ):
         template_kwargs = options.chat_template_kwargs
         ids, self.is_single = request.encode_all(
-            parts.target, prompts, options.messages, template_kwargs
+            spec.target, prompts, options.messages, template_kwargs
         )
         samples = 1
         if options.num_samples is not None:
@@ -79,7 +79,7 @@ class Session:
         self._totals = totals
         self._counted = RunningStats()  # of this call
         cancellation = RowCancellation(token, options.cancellation_token, B)
-        driver = Driver(parts, options, cancellation, self._counted.add, has_pieces=has_pieces)
+        driver = Driver(spec, options, cancellation, self._counted.add, has_pieces=has_pieces)
         self._driver = driver
         for row, prompt in enumerate(ids):
             driver.add(row, row, prompt)
@@ -90,12 +90,12 @@ class Session:
             B,
             system.target.vocab_size,
             options.seeds,
-            parts.drafter.draft_temperature,
+            spec.drafter.draft_temperature,
         )
         self._request = request.make_request(
             system,
             ids,
-            request.output_limits(ids, max_new_tokens, options.max_length, parts.max_length),
+            request.output_limits(ids, max_new_tokens, options.max_length, spec.max_length),
             *samplers,
             stop_tokens=driver.stop_tokens,
             pad_to=options.pad_to,

@@ -43,13 +43,13 @@ import numpy as np
 
 from spec_jax.decoding import Finish, Kind
 from spec_jax.show import page, plots
-from spec_jax.show.summary import Shown
+from spec_jax.show.summary import ReprMixin
 
 _ENDS = (Finish.LENGTH, Finish.STOP_TOKEN, Finish.STOP_STRING)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Stats(Shown):
+class Stats(ReprMixin):
     """Counts of one or many rows; ``a + b`` adds them."""
 
     emitted: int = 0
@@ -163,7 +163,7 @@ class Stats(Shown):
             axes,
         )
 
-    def _facts(self) -> dict[str, str]:
+    def _repr_fields(self) -> dict[str, str]:
         kinds = {name: getattr(self, name) for name in ("first", "accepted", "corrected", "bonus")}
         parts = ", ".join(f"{count:,} {name}" for name, count in kinds.items() if count)
         facts = {"tokens": f"{self.emitted:,}" + (f" ({parts})" if parts else "")}
@@ -190,7 +190,7 @@ class Stats(Shown):
             ("expected of the rule", *two(self.expected_by_position)),
             ("drafts reached", *map(str, self.reached_at)),
         ]
-        return page.table("Stats", [*self._facts().items(), *(r for r in rows if len(r) > 1)])
+        return page.table("Stats", [*self._repr_fields().items(), *(r for r in rows if len(r) > 1)])
 
     def to_dict(self) -> dict:
         """Counts and derived rates as plain values for a JSON report."""

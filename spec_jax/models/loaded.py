@@ -19,11 +19,11 @@ from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import Params, all_tables, head_counts, num_params, placement
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
-from spec_jax.show.summary import Shown, count_text
+from spec_jax.show.summary import ReprMixin, count_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadedModel(Shown):
+class LoadedModel(ReprMixin):
     """A model's functions, its weights and its tokenizer.
 
     Attributes:
@@ -122,7 +122,7 @@ class LoadedModel(Shown):
     def num_params(self) -> int | None:
         return None if self.config is None else num_params(self.config)
 
-    def _facts(self) -> dict[str, str]:
+    def _repr_fields(self) -> dict[str, str]:
         facts = {"": repr(self.name)}
         if self.config is not None:
             facts["family"] = family_name(self.config)

@@ -27,25 +27,25 @@ def count_text(count: int) -> str:
     return str(count)
 
 
-class Shown:
-    """Gives a class a short ``repr`` and a table in notebooks, both made of its facts.
+class ReprMixin:
+    """Gives a class a short ``repr`` and a table in notebooks, both made of the same fields.
 
     A dataclass that inherits from it is declared with ``repr=False``.
     """
 
-    def _facts(self) -> Mapping[str, str]:
+    def _repr_fields(self) -> Mapping[str, str]:
         """Returns what there is to say, by name; the name "" has the title."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        facts = dict(self._facts())
+        facts = dict(self._repr_fields())
         title = facts.pop("", "")
         said = ", ".join(f"{name} {cut(value, _MAX_VALUE)}" for name, value in facts.items())
         title = f"{cut(title, _MAX_VALUE)}: " if title else ""
         return cut(f"{type(self).__name__}({title}{said}", MAX_CHARS - 1) + ")"
 
     def _repr_html_(self) -> str:
-        facts = dict(self._facts())
+        facts = dict(self._repr_fields())
         title = facts.pop("", "")
         return page.table(f"{type(self).__name__} {title}".strip(), list(facts.items()))
 
