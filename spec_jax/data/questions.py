@@ -6,20 +6,12 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from spec_jax.data import python_source, sources
 from spec_jax.data.conversations import opening
-from spec_jax.data.records import (
-    Conversation,
-    Text,
-    is_json,
-    parse_record,
-    read_lines,
-    read_objects,
-    usable,
-)
+from spec_jax.data.records import Conversation, Text, parse_record, read_rows, usable
 from spec_jax.errors import ConfigError
 
 CONVERSATION = "multi-turn conversation"
@@ -139,10 +131,7 @@ def read(data: str, malformed: list[str] | None = None) -> list[Question]:
     path = pathlib.Path(data)
     is_set = sources.is_name(data)
     usual = data if is_set else path.name.partition(".")[0]
-    if is_set:
-        rows: Iterable[tuple[Any, str]] = sources.rows(data)
-    else:
-        rows = (read_objects if is_json(path) else read_lines)(path, malformed)
+    rows = sources.rows(data) if is_set else read_rows(path, malformed, has_lines=True)
     return [*usable(rows, functools.partial(_question, usual=usual), malformed)]
 
 

@@ -101,14 +101,7 @@ def read_records(
         return
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected conversations or text")
-    if is_json(path):
-        yield from usable(read_objects(path, malformed), read or parse_record, malformed)
-    else:
-
-        def whole(_, source):
-            return Text(read_text(path), source)
-
-        yield from usable([(None, str(path))], whole, malformed)
+    yield from usable(read_rows(path, malformed), read or parse_record, malformed)
 
 
 def usable(
@@ -138,59 +131,45 @@ def is_json(path: pathlib.Path) -> bool:
     return name.suffix.lower() in (".json", ".jsonl")
 
 
-def read_objects(
-    path: pathlib.Path, malformed: list[str] | None = None
+def read_rows(
+    path: pathlib.Path, malformed: list[str] | None = None, *, has_lines: bool = False
 ) -> Iterator[tuple[Any, str]]:
-    """Yields the values of a JSON file, with the place of each for error messages.
+    """Yields what a file holds, with the place of each for error messages.
 
-    A file holds one value a line, or one list. Lines are read one at a time and blank lines are
-    skipped; a list is held in memory.
+    A JSON file holds one value a line, or one list. Lines are read one at a time and blank lines
+    are skipped; a list is held in memory. Any other file is one text, or one a line.
 
     Args:
       path: The file.
-      malformed: Gets the message of each line that is not UTF-8 or not JSON, and that is then left
-        out; None means that the first one is an error.
+      malformed: Gets the message of each line or text that is not UTF-8 or not JSON, and that is
+        then left out; None means that the first one is an error.
+      has_lines: Whether each line of a file that is not JSON is a text.
 
     Raises:
       ConfigError: The file cannot be read, is not UTF-8 or not JSON; the message says where.
     """
-    if _is_list(path):
-        for number, value in enumerate(_parse(read_text(path), str(path)), 1):
+    is_objects = is_json(path)
+    if is_objects and _is_list(path):
+        text = _decode(b"".join(_lines(path)), str(path))
+        for number, value in enumerate(_parse(text, str(path)), 1):
             yield value, f"{path}: object {number}"
         return
+    if not (is_objects or has_lines):
 
-    def parse(text, source):
-        return (_parse(text, source), source)
+        def whole(path: pathlib.Path, source: str) -> tuple[str, str]:
+            return _decode(b"".join(_lines(path)), source), source
 
-    yield from usable(read_lines(path, malformed), parse, malformed)
+        yield from usable([(path, str(path))], whole, malformed)
+        return
 
+    def read(line: bytes, source: str) -> tuple[Any, str] | None:
+        text = _decode(line, source).rstrip("\r\n")
+        if not text.strip():
+            return None
+        return (_parse(text, source) if is_objects else text), source
 
-def read_lines(path: pathlib.Path, malformed: list[str] | None = None) -> Iterator[tuple[str, str]]:
-    """Yields the lines of a file that are not blank, with the place of each for error messages.
-
-    Args:
-      path: The file.
-      malformed: Gets the message of each line that is not UTF-8, and that is then left out; None
-        means that the first one is an error.
-
-    Raises:
-      ConfigError: The file cannot be read, or a line is not UTF-8.
-    """
     lines = ((line, f"{path}:{number}") for number, line in enumerate(_lines(path), 1))
-    found = usable(lines, lambda line, source: (_decode(line, source), source), malformed)
-    return ((text.rstrip("\r\n"), source) for text, source in found if text.strip())
-
-
-def read_text(path: pathlib.Path) -> str:
-    """Reads a whole file as text.
-
-    Args:
-      path: The file.
-
-    Raises:
-      ConfigError: The file cannot be read, or is not UTF-8.
-    """
-    return _decode(b"".join(_lines(path)), str(path))
+    yield from filter(None, usable(lines, read, malformed))
 
 
 def parse_record(value: Any, source: str) -> Conversation | Text:

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from spec_jax.data.records import read_objects
+from spec_jax.data.records import read_rows
 from spec_jax.errors import ConfigError, did_you_mean
 
 
@@ -145,7 +145,7 @@ def _from_hub(source: QuestionSource) -> list[tuple[Any, str]]:
         path = hub.hf_hub_download(**where, local_files_only=True)
     except Exception:  # versions of the hub raise errors of many types
         path = hub.hf_hub_download(**where)
-    return [(_usual(row), source) for row, source in read_objects(pathlib.Path(path))]
+    return [(_usual(row), source) for row, source in read_rows(pathlib.Path(path))]
 
 
 def _usual(row: dict[str, Any]) -> dict[str, Any]:
