@@ -152,7 +152,13 @@ def require_each(config: ConfigDict, *checks: tuple[Any, str, str]) -> None:
 
 
 def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
-    """Raises ConfigError unless the keys ``names``, in one string, are integers of 1 or more."""
+    """Raises ConfigError unless some keys are integers of 1 or more.
+
+    Args:
+      config: The config that is checked.
+      names: The keys in one string, separated by blanks.
+      prefix: The section that has them.
+    """
     for name in names.split():
         section = config[prefix] if prefix else config
         full = f"{prefix}.{name}" if prefix else name
@@ -175,7 +181,13 @@ def json_object(config: ConfigDict, name: str) -> dict[str, Any]:
 
 
 def check_same(saved: Mapping, config: Mapping, free: Sequence[str] = ()) -> None:
-    """Raises ConfigError if a run's saved config differs from this one, except in ``free`` keys."""
+    """Raises ConfigError if a run's saved config differs from this one.
+
+    Args:
+      saved: The config that the run was begun with.
+      config: This one.
+      free: Keys that may differ.
+    """
     before, now = (
         config_help.flat({key: values.get(key) for key in config if key not in free})
         for values in (saved, config)

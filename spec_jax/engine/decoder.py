@@ -120,6 +120,12 @@ class SpeculativeDecoder(ReprMixin):
 
         Use it as the reference for a speculative decoder with the same arguments. Draft, config,
         custom drafter and custom rule are checked, and otherwise ignored.
+
+        Args:
+          target: see ``SpeculativeDecoder``.
+          draft: likewise.
+          config: likewise.
+          **options: likewise.
         """
         return cls(target, draft, config, force_n1=True, **options)
 
@@ -383,7 +389,11 @@ class SpeculativeDecoder(ReprMixin):
         ``on_token`` is called in the event loop, and awaited if it is a coroutine function. A task
         that is cancelled, or whose event loop is closed, ends the call at its next round.
 
-        Args and errors are those of ``generate``.
+        Args:
+          prompts: see ``generate``, also for errors.
+          max_new_tokens: likewise.
+          on_token: as above.
+          **options: see ``generate``; rounds_per_sync is 1 by default.
         """
         refuse_options(options, self.generate_async, NAMES)
         options = GenerateOptions(**{"rounds_per_sync": 1, **options})
@@ -468,7 +478,17 @@ class SpeculativeDecoder(ReprMixin):
         max_length: int | None = None,
         **unknown: Never,
     ) -> list[int]:
-        """Maximum output tokens of each row, see ``generate``; by default the config's limit."""
+        """Returns the maximum output tokens of each row; by default by the config's limit.
+
+        Args:
+          ids: of the prompts.
+          max_new_tokens: see ``generate``.
+          max_length: likewise.
+
+        Raises:
+          ConfigError: both limits are given, or one is no integer above 0.
+          PromptError: a prompt leaves no room for output.
+        """
         refuse_options(unknown, self.output_limits)
         return request.output_limits(ids, max_new_tokens, max_length, self._spec.max_length)
 

@@ -131,7 +131,13 @@ class Driver:
         return min(limit, ROUNDS_TO_STOPS) if self._stops else limit
 
     def run(self, ending: np.ndarray, num_rounds: int, min_active: int = 1) -> None:
-        """Starts rounds, of which ``look`` takes the result; see ``Engine.generate``."""
+        """Starts rounds, of which ``look`` takes the result; see ``Engine.generate``.
+
+        Args:
+          ending: i32[B], a Finish for rows to end before the first round, else RUNNING.
+          num_rounds: maximum number of rounds.
+          min_active: return as soon as fewer rows are active.
+        """
         args = (self.state, ending, num_rounds, min_active)
         self.state, self.chunk = self.timed("decode_s", self.engine.generate, *args)
         self._begin_s = time.perf_counter()

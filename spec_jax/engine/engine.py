@@ -114,9 +114,13 @@ class Engine:
     def insert(
         self, state: DecodeState, row: int, prefix: DecodeState, index: int = 0
     ) -> DecodeState:
-        """Replaces row ``row`` by row ``index`` of a prefilled request.
+        """Replaces a row by one of a prefilled request. Donates the state.
 
-        Donates the state.
+        Args:
+          state: of the batch.
+          row: the row's place in it.
+          prefix: of the request.
+          index: the place of the row in the request.
         """
         sizes = state.tokens.shape, len(prefix.limit)
         program = self._program("a row's insertion", state, *sizes)

@@ -403,7 +403,13 @@ def check_room(system: System, longest: int, max_new_tokens: int) -> None:
 
 
 def slots_for(system: System, longest: int, max_new_tokens: int) -> int:
-    """S and M of a batch whose longest prompt has ``longest`` tokens."""
+    """Returns S and M of a batch.
+
+    Args:
+      system: target, drafter, rule and K.
+      longest: tokens of the longest prompt.
+      max_new_tokens: of its output.
+    """
     slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
     return whole_slots(slots)
 
