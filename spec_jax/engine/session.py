@@ -195,12 +195,9 @@ class Session:
         for row in cancelled:
             if self._ending[row] == Finish.RUNNING:
                 self._ending[row] = Finish.CANCELLED
-        # Adaptive K would measure costs first, where every row is cancelled.
-        return 0 if len(cancelled) == len(self._ending) else self._num_rounds()
-
-    def _num_rounds(self) -> int:
-        per_sync = self._rounds_per_sync
-        return self._driver.num_rounds() if per_sync is None else per_sync
+        if len(cancelled) == len(self._ending):
+            return 0  # adaptive K would measure costs first
+        return self._rounds_per_sync or driver.num_rounds()
 
     def _check_not_all(self, cancelled: list[int]) -> None:
         if len(cancelled) == len(self._ending):
