@@ -81,7 +81,7 @@ MUTATIONS = mutants.read("""
         round.draft: system.drafter.num_updates(params, state.draft) -> jnp.uint32(0)
         test_a_second_call_with_the_same_seed_matches_target_distribution[sampled]
     each decoder counts what was learned anew
-        Engine.params: x_._history.params -> {**x_._history.params, "num_updates": jnp.uint32(0)}
+        Engine.params: x_.history.params -> {**x_.history.params, "num_updates": jnp.uint32(0)}
         test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder
     an overlapped block that was dropped is kept
         remaining_ahead: jnp.where(is_whole, x_, 0) -> jnp.where(block.n_draft > 0, x_, 0)
@@ -113,8 +113,8 @@ MUTATIONS = mutants.read("""
     a row without a finite logit goes on
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
         test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason
-    rows whose prompts are being fed are refilled
-        DecodeQueue._run: x_ != Finish.RUNNING and row not in waiting -> x_ != Finish.RUNNING
+    prompts that are fed together are all the first of them
+        DecodeQueue._put: (driver.state, place, prefix, index) -> (driver.state, place, prefix, 0)
         test_a_long_prompt_is_fed_while_other_rows_decode[plain]
     a prompt's last chunk counts its padding
         Engine.prefill_by_chunk: np.clip(lengths - begin, 0, width) -> np.clip(lengths, 0, width)
