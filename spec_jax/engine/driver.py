@@ -138,8 +138,10 @@ class Driver:
           num_rounds: maximum number of rounds.
           min_active: return as soon as fewer rows are active.
         """
-        args = (self.state, ending, num_rounds, min_active)
-        self.state, self.chunk = self.timed("decode_s", self.engine.generate, *args)
+        with Timed() as timed:
+            rounds = self.engine.generate(self.state, ending, num_rounds, min_active)
+            self.state, self.chunk = rounds
+        self.count(Stats(decode_s=timed.run_s, compile_s=timed.compile_s))
         self._begin_s = time.perf_counter()
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
