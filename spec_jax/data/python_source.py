@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import hashlib
 import itertools
 import pathlib
 import random
@@ -108,28 +107,25 @@ def documents(
     seen = set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
-        if _is_skipped(relative):
+        folders = relative.parts[:-1]
+        is_foreign = any(f in _SKIPPED_DIRECTORIES or f.startswith("config-") for f in folders)
+        if is_foreign or relative.name.startswith(_SKIPPED_PREFIXES):
             continue
-        why = _why_left_out(relative, tests_share)
-        text = None if why else _read(path)
-        digest = hashlib.sha256(text.encode()).digest() if text else None
-        if not why and text is not None and digest in seen:
-            why = "duplicates"
-        if not why and (text is None or not _is_prose_like(text)):
-            why = "not_code"
-        counts[why or "documents"] += 1
-        if not why:
-            seen.add(digest)
-            found.append((relative.as_posix(), text))
+        name = relative.as_posix()
+        is_test = any(folder in ("test", "tests", "idle_test") for folder in folders)
+        if is_held_out(relative):
+            counts["other_split"] += 1
+        elif is_test and unit_hash(name.encode()) >= tests_share:
+            counts["tests"] += 1
+        elif (text := _read(path)) in seen:
+            counts["duplicates"] += 1
+        elif text is None or not _is_prose_like(text):
+            counts["not_code"] += 1
+        else:
+            counts["documents"] += 1
+            seen.add(text)
+            found.append((name, text))
     return found
-
-
-def _why_left_out(relative: pathlib.PurePath, tests_share: float) -> str:
-    """Returns the reason why a file is not trained on, of those that its name tells; or ""."""
-    if is_held_out(relative):
-        return "other_split"
-    is_beyond = _is_test(relative) and unit_hash(relative.as_posix().encode()) >= tests_share
-    return "tests" if is_beyond else ""
 
 
 def is_held_out(relative: pathlib.PurePath) -> bool:
@@ -240,18 +236,6 @@ def _read(path: pathlib.Path) -> str | None:
         return path.read_text(encoding="utf-8").strip() + "\n"
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def _is_skipped(relative: pathlib.PurePath) -> bool:
-    directories = relative.parts[:-1]
-    name = relative.name
-    return any(
-        d in _SKIPPED_DIRECTORIES or d.startswith("config-") for d in directories
-    ) or name.startswith(_SKIPPED_PREFIXES)
-
-
-def _is_test(relative: pathlib.PurePath) -> bool:
-    return any(part in ("test", "tests", "idle_test") for part in relative.parts[:-1])
 
 
 def _is_prose_like(text: str) -> bool:

@@ -461,14 +461,9 @@ class SpeculativeDecoder(ReprMixin):
         args = (self._spec, self._token, self._totals, prompts, max_new_tokens, options)
         return Stream(Session(*args, has_pieces=has_pieces), self._worker)
 
-    def driver(self, options: GenerateOptions, batch: int) -> Driver:
-        """Returns what runs rows that are decoded together, for a ``DecodeQueue``.
-
-        Args:
-          options: of the queue.
-          batch: rows that are cancelled together or for themselves, see ``RowCancellation``.
-        """
-        cancellation = RowCancellation(self._token, options.cancellation_token, batch)
+    def driver(self, options: GenerateOptions) -> Driver:
+        """Returns what runs the rows of a ``DecodeQueue``, which are cancelled together."""
+        cancellation = RowCancellation(self._token, options.cancellation_token, 1)
         return Driver(self._spec, options, cancellation, self.count)
 
     def output_limits(

@@ -143,7 +143,7 @@ class DecodeQueue:
             )
         self._decoder = decoder
         self._chat_template_kwargs = chat_template_kwargs
-        self._driver = decoder.driver(options, 1)
+        self._driver = decoder.driver(options)
         self._batch = check_integer("batch", batch, 1)
         if max_prompt_tokens is None:
             prompts, max_prompt_tokens = self._encoded(prompts)

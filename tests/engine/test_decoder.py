@@ -63,20 +63,6 @@ def test_stop_strings_cut_text_and_counts(speculative, plain_rows, stop):
         assert s.emitted == len(row.tokens) == s.first + s.accepted + s.corrected + s.bonus
 
 
-def test_pieces_of_text_join_to_the_text(speculative):
-    pieces: dict[int, list[str]] = {}
-    options = dict(
-        stop="park", on_token=lambda row, piece: pieces.setdefault(row, []).append(piece)
-    )
-    rows = speculative.generate(PROMPTS, 40, **options)
-    for row, generation in enumerate(rows):
-        assert "".join(pieces[row]) == generation.text
-        assert len(pieces[row]) > 2
-    early, sent = rows[0].text[:12], []
-    row = speculative.generate(PROMPTS[0], 40, stop=early, on_token=sent.append)
-    assert row.text == "".join(sent) == ""
-
-
 def test_statistics_add_up_over_calls(speculative):
     speculative.reset_stats()
     first = speculative.generate(PROMPTS, 20)
