@@ -23,7 +23,8 @@ from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
 
 _FORMS = {
-    "rule": "a Rule, or a function without arguments that returns one",
+    "rule": "a Rule, or a function without arguments that returns one: Rule(name, "
+    "batched(function), is_lossless=...)",
     "drafter": "a Drafter, or a function of the target, make(target), that returns one",
 }
 
@@ -120,12 +121,14 @@ def _make(what: str, given: Any, kind: type, *args: Any) -> Any:
         return given
     if not callable(given):
         raise ConfigError(f"{said} is of type {type(given).__name__}; expected {_FORMS[what]}")
+    names = "unknown"  # of some builtins
     try:
-        inspect.signature(given).bind(*args)
+        signature = inspect.signature(given)
+        names = ", ".join(signature.parameters)
+        signature.bind(*args)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{said} takes other arguments ({', '.join(_parameters(given))}); expected "
-            f"{_FORMS[what]}{_hint(what)}"
+            f"{said} takes other arguments ({names}); expected {_FORMS[what]}"
         ) from None
     made = given(*args)
     if not isinstance(made, kind):
@@ -135,14 +138,3 @@ def _make(what: str, given: Any, kind: type, *args: Any) -> Any:
             f"{_FORMS[what]}{hint}"
         )
     return made
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of some builtins
-        return ["unknown"]
-
-
-def _hint(what: str) -> str:
-    return ": Rule(name, batched(function), is_lossless=...)" if what == "rule" else ""

@@ -246,7 +246,10 @@ class _Watch:
             self._find_silent(time.monotonic())
         stopped = self._stopped()
         if stopped and not self.is_over.is_set():
-            self._follow(stopped)
+            with self._lock:
+                number, (text, code) = min(stopped.items())
+                self._print(f"process {number} has stopped: {text}; process {self._id} stops too")
+                self._exit(code)
 
     def _find_silent(self, now: float) -> None:
         for name, text in _read("beat").items():
@@ -273,12 +276,6 @@ class _Watch:
         except Exception:  # said before, or process 0 is gone
             pass
 
-    def _follow(self, stopped: Mapping[int, tuple[str, int]]) -> None:
-        with self._lock:
-            number, (text, code) = min(stopped.items())
-            self._print(f"process {number} has stopped: {text}; process {self._id} stops too")
-            self._exit(code)
-
     def fail(self, error: BaseException | str, code: int) -> None:
         text = " ".join(str(error).split()) or type(error).__name__
         if _is_of_others(error):  # another process is gone: wait until it is known which one
@@ -303,18 +300,15 @@ class _Watch:
 
     def _exit(self, code: int) -> None:
         try:
-            self._leave()
+            _client().key_value_set(f"{_ROOT}/left/{self._id}", "")
+            end = time.monotonic() + _LINGER_S
+            expected = self._count - len(self._silent)
+            while self._id == 0 and len(_read("left")) < expected and time.monotonic() < end:
+                time.sleep(BEAT_S / 10)
         finally:
             for stream in (sys.stdout, sys.stderr, sys.__stderr__):
                 stream.flush()
             os._exit(code)
-
-    def _leave(self) -> None:
-        _client().key_value_set(f"{_ROOT}/left/{self._id}", "")
-        end = time.monotonic() + _LINGER_S
-        expected = self._count - len(self._silent)
-        while self._id == 0 and len(_read("left")) < expected and time.monotonic() < end:
-            time.sleep(BEAT_S / 10)
 
 
 def _is_of_others(error: BaseException | str) -> bool:

@@ -402,10 +402,12 @@ def _of_largest(x_BTV, best, filters, width: int):
     top_k = jnp.where(filters["top_k"] == 0, V, jnp.minimum(filters["top_k"], V))[:, None, None]
     top_p = filters["top_p"][:, None, None]
     top, ids = jax.lax.top_k(x_BTV, width)  # equal logits in the order of their ids
-    kth = jnp.where(top_k < V, _kept_by_top_k(top, top_k), -jnp.inf)
+    index = jnp.broadcast_to(jnp.minimum(top_k, width) - 1, (*top.shape[:2], 1))
+    kth = jnp.where(top_k < V, jnp.take_along_axis(top, index, axis=2), -jnp.inf)
     mass = jnp.where(x_BTV >= kth, jnp.exp(x_BTV - best), 0.0).sum(axis=-1, keepdims=True)
     prob = jnp.where(top >= kth, jnp.exp(top - best) / mass, 0.0)
-    last = _last_of_top_p(top, kth, prob, top_p)
+    is_kept = (top >= kth) & (jnp.cumsum(prob, axis=-1) - prob < top_p)
+    last = jnp.where(is_kept, jnp.arange(width), 0).max(axis=-1, keepdims=True)
     nucleus = jnp.where(top_p < 1, jnp.take_along_axis(top, last, axis=-1), -jnp.inf)
     if width < V:
         last_id = jnp.take_along_axis(ids, last, axis=-1)
@@ -418,19 +420,6 @@ def _of_largest(x_BTV, best, filters, width: int):
     has_p = (top_p >= 1) | (top.min(axis=-1, keepdims=True) < kth)
     has_p |= prob.sum(axis=-1, keepdims=True) >= top_p
     return (kth, nucleus, last_id), (has_k & has_p).all()
-
-
-def _kept_by_top_k(top, top_k):
-    """The k-th of logits in descending order, or the last one if they are fewer."""
-    index = jnp.minimum(top_k - 1, top.shape[-1] - 1)
-    return jnp.take_along_axis(top, jnp.broadcast_to(index, (*top.shape[:2], 1)), axis=2)
-
-
-def _last_of_top_p(top, kth, prob, top_p):
-    """The index of the last of logits in descending order before which less than ``top_p`` lies."""
-    above = jnp.cumsum(prob, axis=-1) - prob
-    is_kept = (top >= kth) & (above < top_p)
-    return jnp.where(is_kept, jnp.arange(top.shape[-1]), 0).max(axis=-1, keepdims=True)
 
 
 def argmax(x: jax.Array) -> jax.Array:

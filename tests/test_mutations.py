@@ -348,7 +348,7 @@ MUTATIONS = mutants.read("""
         sampling.process_rows: jax.lax.optimization_barrier(x_) -> x_
         test_filters_keep_a_token_however_the_compiler_rounds
     * the nucleus is a token short
-        _last_of_top_p: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
+        _of_largest: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     * a node's processor follows drafts of other paths
         per_token: jnp.where(is_taken, new, old) -> new

@@ -139,8 +139,8 @@ class Logprobs:
     processed: jax.Array  # f32[B,M], after all sampling parameters: the distribution of the output
 
 
-def _logprobs_of(scores: TargetScores, nodes: jax.Array, tokens: jax.Array) -> list[jax.Array]:
-    """Returns two f32[B,P], raw and processed, for the tokens after the nodes i32[B,P]."""
+def _see_tokens(seen: Logprobs, columns, scores: TargetScores, nodes, tokens) -> Logprobs:
+    """Writes those of the tokens i32[B,P] after the nodes i32[B,P] at columns i32[B,P]."""
 
     def run(logits, processed, nodes, tokens):
         def of(x):
@@ -150,21 +150,16 @@ def _logprobs_of(scores: TargetScores, nodes: jax.Array, tokens: jax.Array) -> l
         return [of(logits.astype(jnp.float32)), of(processed)]
 
     values = shard_map_rows(run, SAMPLED_ROWS)(scores.logits, scores.processed, nodes, tokens)
-    return [constrain(x, "batch") for x in values]
-
-
-def _note(seen: Logprobs, columns: jax.Array, values: list[jax.Array]) -> Logprobs:
-    raw, processed = values
+    raw, processed = (constrain(x, "batch") for x in values)
     return Logprobs(put(seen.raw, columns, raw), put(seen.processed, columns, processed))
 
 
 def _see_round(seen: Logprobs, of: Round) -> Logprobs:
-    return _note(seen, of.columns, _logprobs_of(of.scores, of.nodes, of.verdict.tokens))
+    return _see_tokens(seen, of.columns, of.scores, of.nodes, of.verdict.tokens)
 
 
 def _see_first(seen: Logprobs, of: FirstToken) -> Logprobs:
-    values = _logprobs_of(of.scores, jnp.zeros_like(of.tokens), of.tokens)
-    return _note(seen, of.columns, values)
+    return _see_tokens(seen, of.columns, of.scores, jnp.zeros_like(of.tokens), of.tokens)
 
 
 LOGPROBS = Observer(

@@ -183,8 +183,15 @@ def _has_replacement(verdict: Verdict, last_id: int) -> jax.Array:
 
 def _has_accept_probs(verdict: Verdict, proposal: Proposal, rule: Rule) -> jax.Array:
     """bool[B], whether the probabilities of all drafts that the rule reached are finite."""
-    is_reached = proposal.at_parents(_is_read(rule, proposal, verdict))
-    is_unread = ~(is_reached & proposal.is_offered)
+    index = jnp.arange(proposal.tokens.shape[1] + 1)
+    if rule.is_joint:
+        is_read = index <= proposal.n_draft[:, None]
+    elif verdict.path is None:
+        is_read = index <= verdict.n_accept[:, None]
+    else:
+        last = verdict.last[:, None, None]
+        is_read = jnp.take_along_axis(proposal.paths, last, axis=1)[:, 0]  # of each node
+    is_unread = ~(proposal.at_parents(is_read) & proposal.is_offered)
     return (jnp.isfinite(verdict.accept_probs) | is_unread).all(axis=1)
 
 
@@ -208,13 +215,3 @@ def find_fault(
     num_before = jnp.where(fault == Finish.RUNNING, num_finite, 0)
     is_target = (num_finite <= num_before) & (num_finite <= verdict.n_accept)
     return jnp.where(is_target, Finish.NAN_TARGET, fault), num_before
-
-
-def _is_read(rule: Rule, proposal: Proposal, verdict: Verdict) -> jax.Array:
-    """bool[B,Q], the nodes whose scores the rule has read."""
-    index = jnp.arange(proposal.tokens.shape[1] + 1)
-    if rule.is_joint:
-        return index <= proposal.n_draft[:, None]
-    if verdict.path is None:
-        return index <= verdict.n_accept[:, None]
-    return jnp.take_along_axis(proposal.paths, verdict.last[:, None, None], axis=1)[:, 0]

@@ -159,7 +159,8 @@ class Tuner:
                 new_reached = reached_at[i]
                 new_accepted = accepted_at[i]
             else:
-                share = _faded(keep, old)
+                # Without new counts they fade down to FLOOR, and no further.
+                share = max(keep, min(1.0, FLOOR / old)) if old else 1.0
                 new_reached = 0
                 new_accepted = 0
             reached.append(share * old + new_reached)
@@ -172,11 +173,6 @@ class Tuner:
             credit_ms=credit_ms,
             num_updates=self.num_updates + 1,
         )
-
-
-def _faded(keep: float, reached: float) -> float:
-    """The share of old counts that is kept without new ones: down to ``FLOOR``, no further."""
-    return max(keep, min(1.0, FLOOR / reached)) if reached else 1.0
 
 
 def expected_tokens(rates: Sequence[float]) -> tuple[float, ...]:
