@@ -91,49 +91,29 @@ def prefill(
     if fed is None and not system.target.can_rewind and is_known:
         prompts = np.asarray(tokens)[::samples]
         fed = _feed_unpadded(params["target"], prompts, int(np.max(lengths)), system, slots)
+    target = system.target
+    sizes = {"slots": slots, "chunk": chunk_of(T, system)}
     if fed is None:
-        fed = prefill_target(
-            params["target"],
-            tokens[::samples],
-            lengths[::samples],
-            target=system.target,
-            slots=slots,
-            chunk=chunk_of(T, system),
-        )
+        prompts = (tokens[::samples], lengths[::samples])
+        fed = prefill_target(params["target"], *prompts, target=target, **sizes)
     else:
         cache, last, features = fed
-        fed = cache, _unembed(params["target"], last, target=system.target), features
+        fed = cache, _unembed(params["target"], last, target=target), features
     cache, logits, features = fed if samples == 1 else _repeat_rows(fed, count=samples)
-    state, first = init_state(
-        tokens,
-        lengths,
-        limit,
-        stop_tokens,
-        sampler,
-        draft_sampler,
-        logits,
-        is_argmax=system.rule.is_greedy,
-        slots=slots,
-    )
-    draft = _prefill_draft(
-        params["draft"],
-        tokens,
-        lengths,
-        first,
-        features,
-        drafter=system.drafter,
-        slots=slots,
-        chunk=chunk_of(T, system),
-    )
+    request = (tokens, lengths, limit, stop_tokens, sampler, draft_sampler)
+    state, first = init_state(*request, logits, is_argmax=system.rule.is_greedy, slots=slots)
+    prompts = (tokens, lengths, first, features)
+    draft = _prefill_draft(params["draft"], *prompts, drafter=system.drafter, **sizes)
     state = state.replace(target=cache, draft=draft)
     if system.observers:
-        state = state.replace(
-            seen=see_first(tokens, lengths, logits, state, system=system, slots=slots)
-        )
+        seen = see_first(tokens, lengths, logits, state, system=system, slots=slots)
+        state = state.replace(seen=seen)
     if not system.needs_update_counts:
         return state
-    samplers = (state.sampler.counting_updates(), state.draft_sampler.counting_updates())
-    return state.replace(sampler=samplers[0], draft_sampler=samplers[1])
+    return state.replace(
+        sampler=state.sampler.counting_updates(),
+        draft_sampler=state.draft_sampler.counting_updates(),
+    )
 
 
 def chunk_of(num_tokens: int, system: System) -> int | None:

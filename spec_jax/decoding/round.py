@@ -192,13 +192,8 @@ def score(
     """
     with jax.named_scope("verify"):
         paths = proposal.paths
-        processed = process(
-            logits,
-            sampler,
-            proposal.tokens,
-            None if paths is None else paths[:, :, 1:],
-            is_argmax=is_argmax,
-        )
+        is_before = None if paths is None else paths[:, :, 1:]
+        processed = process(logits, sampler, proposal.tokens, is_before, is_argmax=is_argmax)
         is_finite = constrain(jnp.isfinite(processed.max(axis=-1)), "batch")
         return TargetScores(logits=logits, processed=processed, is_finite=is_finite)
 

@@ -75,16 +75,8 @@ def prefill_draft(
     def none():
         return Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
 
-    side = DraftSide(
-        jnp.pad(tokens, ((0, 0), (0, K))),
-        length,
-        sampler,
-        request,
-        is_greedy,
-        none(),
-        none(),
-        draft,
-    )
+    tokens = jnp.pad(tokens, ((0, 0), (0, K)))
+    side = DraftSide(tokens, length, sampler, request, is_greedy, none(), none(), draft)
     outcome = Verified(
         jnp.zeros((B, K + 1), jnp.int32), jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool)
     )
