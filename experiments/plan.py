@@ -86,8 +86,22 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
     return [(k, None) for k in Ks]
 
 
-def check_devices(topology: Topology, mesh: str) -> None:
-    """Raises ConfigError unless a mesh has as many devices as a topology."""
+def subjects(config: ConfigDict) -> tuple[Any, Any, Any]:
+    """Returns target, draft and head; None without a draft, or where the draft is not a head."""
+    target = find_config(config.target)
+    draft = find_draft(config.draft, target, config.draft_vocab_size)
+    is_head = draft is not None and kind_of_draft(draft).head is not None
+    return target, draft, draft if is_head else None
+
+
+def places(config: ConfigDict, *names: str) -> Iterator[tuple]:
+    """Yields every topology with every combination of the numbers of these keys."""
+    topologies = map(Topology.parse, config.topology.split(","))
+    return itertools.product(topologies, *(numbers(config, name) for name in names))
+
+
+def check_mesh(topology: Topology, mesh: str) -> str:
+    """Returns a mesh; raises ConfigError unless it has as many devices as the topology."""
     has = topology.num_devices
     asked = Setting(mesh=mesh).num_devices
     if has != asked:
@@ -95,79 +109,47 @@ def check_devices(topology: Topology, mesh: str) -> None:
             f"mesh {mesh} has {asked} devices; {topology.name} has {has}: expected sizes "
             f"whose product is {has}"
         )
+    return mesh
 
 
-def subjects(config: ConfigDict) -> tuple[Any, Any, Any, list[Topology]]:
-    """Returns target, draft, head and topologies.
-
-    Without a draft, draft and head are None; the head is also None if the draft is not a head.
-    """
-    target = find_config(config.target)
-    draft = find_draft(config.draft, target, config.draft_vocab_size)
-    is_head = draft is not None and kind_of_draft(draft).head is not None
-    topologies = [Topology.parse(name) for name in config.topology.split(",")]
-    return target, draft, draft if is_head else None, topologies
-
-
-def training_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.TrainJob]]:
+def training_jobs(config: ConfigDict, _) -> Iterator[tuple[Topology, plan.TrainJob]]:
     """Yields every combination of training steps to plan."""
-    target, _, head, topologies = subjects(config)
+    target, _, head = subjects(config)
     cli.require_positive(config, "num_steps")
-    sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "length"))
-    for topology, batch, length in sizes:
-        mesh = config.mesh or f"data:{topology.num_devices}"
-        check_devices(topology, mesh)
-        yield (
-            topology,
-            plan.TrainJob(
-                target=target,
-                head=head,
-                batch=batch,
-                length=length,
-                mesh=mesh,
-                dtype=config.dtype,
-                is_fully_sharded=config.is_fully_sharded,
-                num_steps=config.num_steps,
-                is_remat=config.is_remat,
-                has_document_masks=config.has_document_masks,
-            ),
-        )
+    names = "dtype is_fully_sharded num_steps is_remat has_document_masks".split()
+    options = {name: config[name] for name in names} | {"target": target, "head": head}
+    for topology, batch, length in places(config, "batch", "length"):
+        mesh = check_mesh(topology, config.mesh or f"data:{topology.num_devices}")
+        yield topology, plan.TrainJob(batch=batch, length=length, mesh=mesh, **options)
 
 
-def prefill_jobs(config: ConfigDict) -> Iterator[tuple[Topology, plan.PrefillJob]]:
+def prefill_jobs(config: ConfigDict, _) -> Iterator[tuple[Topology, plan.PrefillJob]]:
     """Yields every combination of prompts to plan; each prompt fills all slots of the cache."""
-    target, _, head, topologies = subjects(config)
+    target, _, head = subjects(config)
     what = "for prefill, which is planned by compiling for TPUs alone"
     cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
-    is_tpu = all(topology.is_tpu for topology in topologies)
-    cli.require(is_tpu, config, "topology", f"TPUs {what}")
-    chunks = numbers(config, "prefill_chunk")
-    sizes = (numbers(config, "batch"), numbers(config, "slots"), chunks)
-    for topology, batch, slots, chunk in itertools.product(topologies, *sizes):
+    for topology, batch, slots, chunk in places(config, "batch", "slots", "prefill_chunk"):
+        cli.require(topology.is_tpu, config, "topology", f"TPUs {what}")
         cli.require(chunk <= slots, config, "prefill_chunk", f"at most the {slots} slots")
-        mesh = config.mesh or f"data:1,tensor:{topology.num_devices}"
-        check_devices(topology, mesh)
-        yield (
-            topology,
-            plan.PrefillJob(
-                target=target,
-                draft=head,
-                num_draft=0 if head is None else 1,
-                batch=batch,
-                slots=slots,
-                mesh=mesh,
-                dtype=config.dtype,
-                is_draft_replicated=config.is_draft_replicated and head is not None,
-                prefill_chunk=chunk,
-            ),
+        job = plan.PrefillJob(
+            target=target,
+            draft=head,
+            num_draft=0 if head is None else 1,
+            batch=batch,
+            slots=slots,
+            mesh=check_mesh(topology, config.mesh or f"data:1,tensor:{topology.num_devices}"),
+            dtype=config.dtype,
+            is_draft_replicated=config.is_draft_replicated and head is not None,
+            prefill_chunk=chunk,
         )
+        yield topology, job
 
 
-def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology, plan.Job]]:
+def decode_jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology, plan.Job]]:
     """Yields every combination to plan, plain decoding before its drafts."""
     not_sharded = "False to decode: weights are split over the axis tensor alone"
     cli.require(not config.is_fully_sharded, config, "is_fully_sharded", not_sharded)
-    target, draft, _, topologies = subjects(config)
+    target, draft, _ = subjects(config)
     drafted = shapes(config, draft)
     largest = max((k for k, tree in drafted if tree is None), default=0)
     if acceptance.tree and (not config.tree or acceptance.tree != config.tree.replace(",", "x")):
@@ -176,8 +158,7 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
             f"--config.tree={acceptance.tree}, or a row of a chain"
         )
     tokens = acceptance.tokens(largest)
-    sizes = itertools.product(topologies, numbers(config, "batch"), numbers(config, "slots"))
-    for topology, batch, slots in sizes:
+    for topology, batch, slots in places(config, "batch", "slots"):
         job = plan.Job(
             target=target,
             draft=draft,
@@ -196,7 +177,7 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
                     f"heads of {config.target}; expected fewer devices, or name a --config.mesh"
                 )
             job = dataclasses.replace(job, mesh=found[0].setting.mesh)
-        check_devices(topology, job.mesh)
+        check_mesh(topology, job.mesh)
         cli.require(
             not config.prompt_tokens or config.prompt_tokens + config.new_tokens <= slots,
             config,
@@ -205,6 +186,9 @@ def jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[Topology,
         )
         for k, tree in ((0, None), *drafted):
             yield topology, dataclasses.replace(job, num_draft=k, tree=tree)
+
+
+_PROGRAMS = {"decode": decode_jobs, "prefill": prefill_jobs, "train": training_jobs}
 
 
 def check_libtpu(topologies: list[Topology]) -> None:
@@ -232,13 +216,8 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     """
     cli.check_keys(config, default.get_config())
     acceptance = Acceptance.of(str(config.acceptance))
-    programs = {
-        "decode": functools.partial(jobs, acceptance=acceptance),
-        "prefill": prefill_jobs,
-        "train": training_jobs,
-    }
-    cli.require(config.program in programs, config, "program", "decode, prefill or train")
-    todo = list(programs[config.program](config))
+    cli.require(config.program in _PROGRAMS, config, "program", "decode, prefill or train")
+    todo = list(_PROGRAMS[config.program](config, acceptance))
     is_decoding = config.program == "decode"
     expected = "0 or more" if is_decoding else "0 but to decode"
     is_fit = config.prompt_tokens >= 0 if is_decoding else config.prompt_tokens == 0

@@ -83,13 +83,10 @@ class PeerCell(NamedTuple):
     def k_text(self) -> str:
         return {0: "", None: "its own"}.get(self.k, str(self.k))
 
-    def name(self, head: str) -> str:
-        """The method in words; ``head`` is the head's name."""
-        return head if self.method == "head" else _NAMES.get(self.method, self.method)
-
     def label(self, head: str) -> str:
-        """Side, method and K in words."""
-        return f"{self.side} {self.name(head)}" + (f", K={self.k_text}" if self.k_text else "")
+        """Side, method and K in words; ``head`` is the head's name."""
+        name = head if self.method == "head" else _NAMES.get(self.method, self.method)
+        return f"{self.side} {name}" + (f", K={self.k_text}" if self.k_text else "")
 
 
 class Measured(NamedTuple):
@@ -123,10 +120,6 @@ class Measured(NamedTuple):
     def rows(self) -> int:
         """The number of prompts."""
         return len(next(iter(self.timers.values())).tokens)
-
-    def best(self, side: str) -> PeerCell:
-        """Returns the fastest cell of a side."""
-        return min((c for c in self.ms if c.side == side), key=lambda c: np.median(self.ms[c]))
 
 
 def check(config: ConfigDict) -> None:
@@ -295,81 +288,67 @@ def lines_of(found: Mapping[str, Measured], head: str, bar: float) -> list[Line]
     """
     lines = []
     for dtype, measured in found.items():
+
+        def line(cell, peer, what, note, bar=None, *, dtype=dtype, measured=measured):
+            ratio = measured.ratio(cell, peer)
+            lines.append(Line(f"{what}, {dtype}", ratio, bar=bar, is_upper=False, note=note))
+
         for cell in measured.ms:
-            ratio = measured.ratio(cell, cell.peer)
-            if ratio is not None:
+            if cell.peer in measured.ms:
                 same = f"{measured.same_rows(cell, cell.peer)} of {measured.rows} rows identical"
-                lines.append(
-                    Line(
-                        f"{cell.label(head)} / {cell.peer.label(head)}, {dtype}",
-                        ratio,
-                        bar=bar if cell.method in _BARRED else None,
-                        is_upper=False,
-                        note=f"tokens a second, prefill included; {same}",
-                    )
+                line(
+                    cell,
+                    cell.peer,
+                    f"{cell.label(head)} / {cell.peer.label(head)}",
+                    f"tokens a second, prefill included; {same}",
+                    bar if cell.method in _BARRED else None,
                 )
-        ours = measured.best(OURS)
-        theirs = measured.best(THEIRS)
-        lines.append(
-            Line(
-                f"fastest of {OURS} / fastest of {THEIRS}, {dtype}",
-                measured.ratio(ours, theirs),
-                note=f"{ours.label(head)} / {theirs.label(head)}",
-            )
-        )
+        fastest = sorted(measured.ms, key=lambda cell: np.median(measured.ms[cell]))
+        ours, theirs = (next(c for c in fastest if c.side == side) for side in (OURS, THEIRS))
+        names = f"{ours.label(head)} / {theirs.label(head)}"
+        line(ours, theirs, f"fastest of {OURS} / fastest of {THEIRS}", names)
     return lines
+
+
+_HEADER = (
+    *("dtype", "system", "method", "K", "tokens/s", "x own plain", "tau", "x peer"),
+    *("rows as own plain", "rows as peer", "first run, s"),
+)
 
 
 def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
     """Returns a table of the systems, and one of their processes."""
-    header = (
-        "dtype",
-        "system",
-        "method",
-        "K",
-        "tokens/s",
-        "x own plain",
-        "tau",
-        "x peer",
-        "rows as own plain",
-        "rows as peer",
-        "first run, s",
-    )
 
-    def median(values):
-        return "" if values is None else f"{np.median(values):.2f}"
+    def shown(value, form=".2f"):
+        return "" if value is None else f"{value:{form}}"
 
     rows = []
+    processes = []
     for dtype, measured in found.items():
         for cell in sorted(measured.ms, key=lambda c: (c.side, str(c.k_text), c.method)):
-
-            def count(n, rows=measured.rows):
-                return "" if n is None else f"{n} of {rows}"
-
-            tau = measured.timers[cell].tau
-            is_plain = cell == cell.plain
+            plain = None if cell == cell.plain else cell.plain
+            ratios = [measured.ratio(cell, other) for other in (plain, cell.peer)]
+            ratios = [None if ratio is None else np.median(ratio) for ratio in ratios]
+            same = [measured.same_rows(cell, other) for other in (plain, cell.peer)]
+            name = cell._replace(k=0).label(head).removeprefix(f"{cell.side} ")
             rows.append(
                 [
                     dtype,
                     cell.side,
-                    cell.name(head),
+                    name,
                     cell.k_text,
-                    f"{1e3 / np.median(measured.ms[cell]):.0f}",
-                    "" if is_plain else median(measured.ratio(cell, cell.plain)),
-                    "" if tau is None else f"{tau:.2f}",
-                    median(measured.ratio(cell, cell.peer)),
-                    "" if is_plain else count(measured.same_rows(cell, cell.plain)),
-                    count(measured.same_rows(cell, cell.peer)),
-                    f"{measured.timers[cell].first_s:.1f}",
+                    shown(1e3 / np.median(measured.ms[cell]), ".0f"),
+                    shown(ratios[0]),
+                    shown(measured.timers[cell].tau),
+                    shown(ratios[1]),
+                    *("" if n is None else f"{n} of {measured.rows}" for n in same),
+                    shown(measured.timers[cell].first_s, ".1f"),
                 ]
             )
-    processes = [
-        [dtype, side, "" if peak is None else f"{peak / 1e6:.0f}"]
-        for dtype, measured in found.items()
-        for side, peak in measured.peak_bytes.items()
-    ]
+        for side, peak in measured.peak_bytes.items():
+            processes.append([dtype, side, shown(peak and peak / 1e6, ".0f")])
     return [
-        Section("Peers", table=Table(header, rows, _NUMBERS)),
+        Section("Peers", table=Table(_HEADER, rows, _NUMBERS)),
         Section(
             "Peers' processes",
             table=Table(("dtype", "system", "peak memory, MB"), processes, _NUMBERS),
@@ -386,21 +365,23 @@ def about(found: Mapping[str, Measured]) -> list[str]:
 
 def record_of(found: Mapping[str, Measured], head: str) -> dict[str, Any]:
     """Returns what report.json keeps, by dtype."""
-    return {
-        dtype: {
+    record = {}
+    for dtype, measured in found.items():
+        timers = {cell.label(head): timer for cell, timer in measured.timers.items()}
+        identical = {
+            cell.label(head): {
+                "own plain": measured.same_rows(cell, cell.plain),
+                "peer": measured.same_rows(cell, cell.peer),
+            }
+            for cell in measured.ms
+        }
+        record[dtype] = {
             "versions": dict(measured.facts),
             "peak_bytes": dict(measured.peak_bytes),
             "rows": measured.rows,
-            "times_ms": listed({c.label(head): ms for c, ms in measured.ms.items()}),
-            "tau": {c.label(head): timer.tau for c, timer in measured.timers.items()},
-            "first_run_s": {c.label(head): timer.first_s for c, timer in measured.timers.items()},
-            "identical_rows": {
-                c.label(head): {
-                    "own plain": measured.same_rows(c, c.plain),
-                    "peer": measured.same_rows(c, c.peer),
-                }
-                for c in measured.ms
-            },
+            "times_ms": listed({cell.label(head): ms for cell, ms in measured.ms.items()}),
+            "tau": {name: timer.tau for name, timer in timers.items()},
+            "first_run_s": {name: timer.first_s for name, timer in timers.items()},
+            "identical_rows": identical,
         }
-        for dtype, measured in found.items()
-    }
+    return record

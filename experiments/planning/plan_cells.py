@@ -29,13 +29,14 @@ _VERSION = 6  # of what a cell holds
 
 def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
     """Returns a name for messages."""
-    if isinstance(job, plan.TrainJob):
-        return f"{topology.name} {job.mesh} B={job.batch} S={job.length} training"
-    if isinstance(job, plan.PrefillJob):
-        return f"{topology.name} {job.mesh} B={job.batch} S={job.slots} prefill"
-    tree = f" tree {tree_name(job)}" if job.tree else ""
-    drafts = f" {job.method} K={job.num_draft}{tree}" if job.method else " plain"
-    return f"{topology.name} {job.mesh} B={job.batch} S={job.slots}{drafts}"
+    what = {"train": "training", "prefill": "prefill"}.get(job.program, "plain")
+    if job.program == "decode" and job.method:
+        what = f"{job.method} K={job.num_draft}" + (f" tree {tree_name(job)}" if job.tree else "")
+    return f"{topology.name} {job.mesh} B={job.batch} S={_length(job)} {what}"
+
+
+def _length(job: plan.Job | plan.TrainJob) -> int:
+    return job.length if job.program == "train" else job.slots
 
 
 def tree_name(job: plan.Job) -> str:
@@ -98,7 +99,7 @@ def plan_cell(
       devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
     """
     is_compiled = devices_of is not None and topology.is_tpu
-    draft = job.head if isinstance(job, plan.TrainJob) else job.draft
+    draft = job.head if job.program == "train" else job.draft
     known = {
         "version": _VERSION,
         "topology": repr(topology),
@@ -112,11 +113,10 @@ def plan_cell(
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    make, trace = next(found for kind, *found in _PROGRAMS if isinstance(job, kind))
-    cell = make(topology, job, config)
+    cell = make_cell(topology, job, config)
     if known["is_compiled"]:
         mesh = make_mesh(job.mesh, devices_of(topology))
-        compiled = plan.compile_and_count(lambda: trace(job, mesh))
+        compiled = plan.compile_and_count(lambda: _TRACES[job.program](job, mesh))
         lacks = compiled.shortfall(topology.chip)
         cell["compiled"] = dataclasses.asdict(compiled) | {"shortfall": lacks}
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,71 +124,47 @@ def plan_cell(
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _training_cell(topology: Topology, job: plan.TrainJob, config: ConfigDict) -> dict:
-    draft = "" if job.head is None else config.draft
-    needs = dataclasses.asdict(plan.train_memory(job))
-    return _cell_without_floor("train", topology, job, draft, job.length, config) | {"state": needs}
+_TRACES = {"decode": plan.trace_decode, "prefill": plan.trace_prefill, "train": plan.trace_train}
 
 
-def _prefill_cell(topology: Topology, job: plan.PrefillJob, config: ConfigDict) -> dict:
-    draft = "" if job.method is None else config.draft
-    return _cell_without_floor("prefill", topology, job, draft, job.slots, config)
-
-
-def _cell_without_floor(
-    program: str, topology: Topology, job: Any, draft: str, length: int, config: ConfigDict
-) -> dict:
-    return {
-        "program": program,
+def make_cell(topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigDict) -> dict:
+    """Returns what is known of a job without compiling it; arguments as of ``plan_cell``."""
+    chip = topology.chip
+    is_decoding = job.program == "decode"
+    has_draft = (job.head if job.program == "train" else job.method) is not None
+    cell = {
+        "program": job.program,
         "target": config.target,
-        "draft": draft,
+        "draft": config.draft if has_draft else "",
         "topology": topology.name,
         "mesh": job.mesh,
         "batch": job.batch,
-        "slots": length,
-        "k": 0,
-        "tree": "",
-        "hbm_per_device": topology.chip.per_device.hbm_bytes,
+        "slots": _length(job),
+        "k": job.num_draft if is_decoding else 0,
+        "tree": tree_name(job) if is_decoding else "",
+        "hbm_per_device": chip.per_device.hbm_bytes,
         "analytic": None,
         "compiled": None,
     }
-
-
-def _decoding_cell(topology: Topology, job: plan.Job, config: ConfigDict) -> dict:
-    models = job.target, job.draft
-    round_ = roofline.round_work(*models, job.num_draft, job.setting, job.tree_shape)
-    static = roofline.memory(job.target, job.draft if job.num_draft else None, job.setting)
-    chip = topology.chip
-    return {
-        "program": "decode",
-        "target": config.target,
-        "draft": config.draft if job.num_draft else "",
-        "topology": topology.name,
-        "mesh": job.mesh,
-        "batch": job.batch,
-        "slots": job.slots,
-        "k": job.num_draft,
-        "tree": tree_name(job),
-        "hbm_per_device": chip.per_device.hbm_bytes,
-        "analytic": {
-            "hbm_bytes": round_.work.hbm_bytes,
-            "flops": round_.work.flops,
-            "collectives": round_.work.collectives,
-            "floor_s": round_.floor_s(chip),
-            "passes": round_.num_passes,
+    if job.program == "train":
+        return cell | {"state": dataclasses.asdict(plan.train_memory(job))}
+    if is_decoding:
+        draft = job.draft if has_draft else None
+        of_round = roofline.round_work(
+            job.target, job.draft, job.num_draft, job.setting, job.tree_shape
+        )
+        static = roofline.memory(job.target, draft, job.setting)
+        cell["analytic"] = {
+            "hbm_bytes": of_round.work.hbm_bytes,
+            "flops": of_round.work.flops,
+            "collectives": of_round.work.collectives,
+            "floor_s": of_round.floor_s(chip),
+            "passes": of_round.num_passes,
             "params": static.params,
             "cache": static.cache,
             "shortfall": static.shortfall(chip),
-        },
-        "compiled": None,
-    }
-
-
-_PROGRAMS = (  # of jobs, the first kind that fits
-    (plan.TrainJob, _training_cell, plan.trace_train),
-    (plan.PrefillJob, _prefill_cell, plan.trace_prefill),
-    (plan.Job, _decoding_cell, plan.trace_decode),
-)
+        }
+    return cell
 
 
 def with_prefill(topology: Topology, cell: dict, prefill: dict) -> dict:
@@ -258,7 +234,7 @@ def predict(
         shortfall = max(0, sum(cell["state"].values()) - int(cell["hbm_per_device"]))
     shortfall = max(shortfall, cell.get("prefill", {}).get("shortfall", 0))
     fit = {"fits": shortfall == 0, "shortfall": shortfall}
-    if isinstance(job, plan.TrainJob | plan.PrefillJob):
+    if job.program != "decode":
         return {"floor_s": None, "tokens": None, "tok_s": None} | fit
     counted = (cell["compiled"] or {}).get("counted")
     memory_s = counted["hbm_bytes"] / topology.chip.per_device.hbm_bytes_s if counted else 0.0

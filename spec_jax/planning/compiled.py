@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from spec_jax.planning import hlo, traffic
+from spec_jax.planning import hlo
 from spec_jax.planning.chips import Chip
 from spec_jax.planning.programs import Traced
 from spec_jax.train.placement import device_bytes
@@ -144,41 +144,42 @@ def compile_and_count(trace: Any) -> Compiled:
 
 def _returned(program: hlo.Program, num_state: int) -> tuple[int, int]:
     """Bytes of the state that is returned, and those of them that alias an argument."""
-    results = program.computations[program.entry].root.arrays[:num_state]
+    results = program.entry.root.arrays[:num_state]
     sizes = [array.padded_bytes for array in results]
     return sum(sizes), sum(size for i, size in enumerate(sizes) if i in program.aliased)
 
 
 def _given_twice(program: hlo.Program) -> int:
     """Bytes of the target's weights that a head is given again: they are the same arrays."""
-    entry = program.computations[program.entry].instructions.values()
-    names = ((i, i.op_name.replace("\\'", "'")) for i in entry if i.opcode == "parameter")
-    shared = [i for i, name in names if name.startswith("params['draft']['target']")]
-    return sum(array.padded_bytes for i in shared for array in i.arrays)
+    given = [program.instructions[name] for name in program.entry.parameters]
+    names = [i.op_name.replace("\\'", "'") for i in given]
+    return sum(
+        array.padded_bytes
+        for i, name in zip(given, names)
+        if name.startswith("params['draft']['target']")
+        for array in i.arrays
+    )
 
 
 def _count(program: hlo.Program, traced: Traced) -> Counted:
-    has_rounds = program.has_rounds
+    has_rounds = program.rounds is not None
     steps = program.round() if has_rounds else program.call()
     entry = program.call() if has_rounds else []
-    moved = traffic.count(program, steps)
-    once = traffic.count(program, entry)
-    kinds = sorted({c.kind for c in moved.collectives})
+    moved = hlo.traffic(program, steps)
     copies = [
         (copy.name, copy.times, copy.array.padded_bytes, place)
         for place, part in (("round", steps), ("entry", entry))
-        for copy in traffic.cache_copies(program, part, traced.copied)
+        for copy in hlo.cache_copies(program, part, traced.copied)
         if not copy.is_prefetch
     ]
-    inner = {s.instruction.name for s in steps if s.instruction.opcode == "while"}
-    unknown = [name for name, trips in program.loops().items() if trips is None and name in inner]
+    run = {step.instruction.name for step in steps}
     return Counted(
-        collectives={kind: (moved.count(kind), moved.collective_bytes(kind)) for kind in kinds},
+        collectives=moved.by_kind,
         in_branches=sum(c.times for c in moved.in_branches),
         largest_gather=moved.largest_gather,
         hbm_bytes=moved.hbm_bytes,
         copies=copies,
-        call_hbm_bytes=once.hbm_bytes,
-        unknown_loops=unknown,
+        call_hbm_bytes=hlo.traffic(program, entry).hbm_bytes,
+        unknown_loops=[n for n, trips in program.loops().items() if trips is None and n in run],
         heaviest=moved.heaviest(8),
     )

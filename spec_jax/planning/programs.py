@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,7 @@ class Job:
     sampler: SamplerConfig = SamplerConfig()
     strategy: str | None = None
     is_draft_replicated: bool = False
+    program: ClassVar[str] = "decode"
 
     @property
     def method(self) -> str | None:
@@ -126,6 +127,7 @@ class PrefillJob(Job):
     """
 
     prefill_chunk: int = CHUNK
+    program: ClassVar[str] = "prefill"
 
     @classmethod
     def before(cls, job: Job) -> PrefillJob:

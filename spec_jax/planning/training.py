@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ class TrainJob:
     num_steps: int | None = None
     is_remat: bool = True
     has_document_masks: bool = False
+    program: ClassVar[str] = "train"
 
 
 @dataclasses.dataclass(frozen=True)

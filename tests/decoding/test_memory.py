@@ -29,7 +29,7 @@ from spec_jax.models.config import ModelConfig
 from spec_jax.models.families.deepseek import DeepseekConfig
 from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.runs import runs_of
-from spec_jax.planning import hlo, traffic
+from spec_jax.planning import hlo
 from spec_jax.planning.work import Setting, Stack
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
@@ -106,9 +106,23 @@ def compile_generate(*args, **options):
     return decoding.generate.lower(*arguments, system=system).compile(), cache_bytes
 
 
+def in_loops(text: str) -> dict[str, hlo.Instruction]:
+    """Every instruction of every loop and of what it calls, by name."""
+    program = hlo.read(text)
+    waiting = [i for i in program.instructions.values() if i.opcode == "while"]
+    inside = {}
+    while waiting:
+        i = waiting.pop()
+        for name in {*i.called.values(), *i.branches}:
+            more = program.computations[name].instructions
+            waiting += [] if more.keys() <= inside.keys() else more.values()
+            inside |= more
+    return inside
+
+
 def moves_in_loops(text: str, num_elements: int, moves=_MOVES) -> list[str]:
     """Instructions inside of any loop's body that move so many float32 elements or more."""
-    inside = hlo.read(text).in_loops()
+    inside = in_loops(text).values()
     assert inside, "the program has no loop"
     is_large = lambda array: array.dtype == "f32" and math.prod(array.dims) >= num_elements
     return [i.name for i in inside if i.opcode in moves and any(map(is_large, i.arrays))]
@@ -203,7 +217,7 @@ def test_a_loop_over_layers_copies_no_stack_of_a_cache(family):
     assert len(stacks) == (2 if family == "hybrid" else 1)
     for dims in stacks:
         moved = moves_in_loops(program.as_text(), math.prod(dims), ("copy", "copy-start"))
-        named = {i.name: i for i in hlo.read(program.as_text()).in_loops()}
+        named = in_loops(program.as_text())
         assert not [name for name in moved if any(x.dims == dims for x in named[name].arrays)]
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
 
@@ -235,7 +249,8 @@ def test_a_round_moves_what_is_counted_of_latents(on):
     slots, num_draft = 4096, 3 if on is None else 0
     if on is None:
         program, cache_bytes = compile_target(LATENT, num_draft, slots)
-        moved = traffic.of_round(hlo.read(program.as_text())).hbm_bytes
+        read = hlo.read(program.as_text())
+        moved = hlo.traffic(read, read.round()).hbm_bytes
         assert moves_in_loops(program.as_text(), slots * LATENT.latent_dim) == []
         assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
     else:
@@ -273,13 +288,13 @@ def test_a_round_moves_the_experts_that_its_tokens_chose():
     assert 7 < 64 * stack.experts_read(tokens) / stack.experts < 8
 
     def copies(move):
-        named = move.step.computation.instructions
-        operands = [array for n in move.step.instruction.operands for array in named[n].arrays]
+        operands = [a for i in found.operands(move.step.instruction) for a in i.arrays]
         arrays = [*operands, *move.step.instruction.arrays]
         return sum(x.num_bytes for x in arrays if x.dims in matrices) * move.step.times
 
     for count in (2, 8):
-        moved = traffic.of_round(hlo.read(text, unknown_trips=count))
+        found = hlo.read(text, unknown_trips=count)
+        moved = hlo.traffic(found, found.round())
         copied, chosen = sum(map(copies, moved.moves)), 4 * count * stack.experts // 64
         assert copied == 2 * chosen  # written once and read once
         assert others + chosen <= moved.hbm_bytes - copied <= 1.15 * (others + chosen)
@@ -302,8 +317,8 @@ def test_latents_are_read_once_in_blocks():
             window = layers.Window.after(LATENT, cache, 1, 1)
             return attend_cache(q, cache.replace(attention="xla"), 0, window, None)
 
-        program = hlo.read(jax.jit(attend).lower(q, cache).compile().as_text())
-        slices = [i for i in program.in_loops() if i.opcode == "dynamic-slice"]
+        text = jax.jit(attend).lower(q, cache).compile().as_text()
+        slices = [i for i in in_loops(text).values() if i.opcode == "dynamic-slice"]
         return sum(math.prod(i.arrays[0].dims) >= 512 * LATENT.latent_dim for i in slices)
 
     assert (blocks(cache), blocks(both)) == (1, 2)

@@ -88,7 +88,7 @@ def cells(folder, *, hbm_bytes, batch, eps, name, version):
     config = ConfigDict({"target": name, "draft": ""})
     made = mock.Mock(return_value={"program": "decode"})
     with (
-        mock.patch.object(plan_cells, "_PROGRAMS", ((planning.Job, made, None),)),
+        mock.patch.object(plan_cells, "make_cell", made),
         mock.patch.object(plan_cells.spec_jax, "__version__", version),
     ):
         plan_cells.plan_cell(folder, topology, job, config, None)

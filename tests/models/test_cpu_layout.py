@@ -60,7 +60,7 @@ def test_joined_maps_give_what_each_gives_alone_in_one_product(dtype):
         np.testing.assert_allclose(found, want, 0, {"float32": 1e-5, "bfloat16": 0.1}[dtype])
     if "q+k+v" in ours:
         program = hlo.read(apply.lower(ours, x).compile().as_text())
-        assert [i.opcode for i in program.instructions].count("dot") == 1
+        assert [i.opcode for i in program.instructions.values()].count("dot") == 1
     for name in sizes:
         held, columns = cpu_layout.find(ours, name)
         whole = cpu_layout.from_panels(held)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spec_jax.meshes import make_mesh
-from spec_jax.planning import hlo, traffic
+from spec_jax.planning import hlo
 
 # Three layers of weights 256x512 and a cache [3,4,2,128,128], as a TPU's compiler writes it: a
 # round reads a slice of the weights in each layer, writes a row of the cache in place, and has a
@@ -133,13 +133,10 @@ def test_a_round_is_one_pass_of_the_loop_that_depends_on_data_times_its_inner_lo
 
 
 def test_collectives_of_conditions_and_of_every_branch_are_counted_once_each(tpu):
-    moved = traffic.of_round(tpu)
-    assert moved.count("all-reduce") == 3 + 1 and moved.count("all-gather") == 1
-    assert moved.collective_bytes("all-reduce") == 3 * 4 * 512 * 2 + 4
+    moved = hlo.traffic(tpu, tpu.round())
+    assert moved.by_kind == {"all-gather": (1, 4096), "all-reduce": (3 + 1, 3 * 4 * 512 * 2 + 4)}
     assert moved.largest_gather == 4 * 512 * 2
     assert [c.kind for c in moved.in_branches] == ["all-gather"]
-    groups = {(c.kind, c.num_bytes): c.group for c in moved.collectives}
-    assert groups == {("all-reduce", 4096): 4, ("all-reduce", 4): 2, ("all-gather", 4096): 8}
     assert "verify" in moved.collectives[1].op_name
 
 
@@ -148,12 +145,12 @@ def test_hbm_bytes_are_slices_updates_and_the_dearer_branch(tpu):
     rows = 3 * 2 * 128 * 2  # written in place; the rows come from on-chip memory
     prefetch = 4 * 256 * 2
     gathered, stays = (4 * 128 + 4 * 512) * 2, 4 * 128 * 2  # 64 is padded to 128
-    total = traffic.of_round(tpu).hbm_bytes
+    total = hlo.traffic(tpu, tpu.round()).hbm_bytes
     assert total == weights + rows + prefetch + max(gathered, stays)
 
 
 def test_copies_of_a_cache_are_found_at_entry_and_not_where_it_is_written_in_place(tpu):
-    find = functools.partial(traffic.cache_copies, tpu, caches={0: math.prod(CACHE[1:])})
+    find = functools.partial(hlo.cache_copies, tpu, caches={0: math.prod(CACHE[1:])})
     (copy,) = find(tpu.call())
     assert (copy.name, copy.kind, copy.times, copy.is_prefetch) == ("relaid", "copy", 1, False)
     assert find(tpu.round()) == []
@@ -188,7 +185,7 @@ ENTRY %main (w: bf16[2,4,32,128], k: bf16[2,4,32,128], v: bf16[2,4,32,128], n: b
 
 def test_a_call_that_writes_into_an_operand_moves_what_it_is_given_beside_it():
     program = hlo.read(ALIASED)
-    moves = {m.step.instruction.name: m for m in traffic.of_call(program).moves}
+    moves = {m.step.instruction.name: m for m in hlo.traffic(program, program.call()).moves}
     rows = 4 * 8 * 128 * 2
     assert (moves["written"].read, moves["written"].written) == (rows, 2 * rows)
 
@@ -209,14 +206,15 @@ ENTRY %main (w: bf16[96,256,256], x: bf16[{rows},256]) -> bf16[{rows},256] {{
 """
 
     for rows, matrices in ((8, 8), (104, 96)):
-        moves = traffic.of_call(hlo.read(read(rows))).moves
+        program = hlo.read(read(rows))
+        moves = hlo.traffic(program, program.call()).moves
         (move,) = (m for m in moves if m.step.instruction.opcode == "custom-call")
         assert move.read == 2 * 256 * (256 * matrices + rows)
 
 
 def test_a_copy_of_a_weight_is_none_of_a_cache_of_its_shape():
     program, layer = hlo.read(ALIASED), 4 * 32 * 128
-    found = lambda caches: [c.name for c in traffic.cache_copies(program, program.call(), caches)]
+    found = lambda caches: [c.name for c in hlo.cache_copies(program, program.call(), caches)]
     assert found({0: layer, 1: layer}) == ["turned.1"]
     assert found({0: layer}) == [] and found({1: 3 * layer}) == []
     assert found({2: layer}) == ["relaid"]
@@ -250,10 +248,10 @@ def test_a_program_of_this_jax_is_read_as_it_was_written():
         compiled = jax.jit(step).lower(weights, x, 7, True).compile()
     program = hlo.read(compiled.as_text())
     assert sorted(n for n in program.loops().values() if n is not None) == [L] * K
-    moved = traffic.of_round(program)
-    activations = [c for c in moved.collectives if c.group == 4 and c.num_bytes == 2 * D * 4]
+    moved = hlo.traffic(program, program.round())
+    activations = [c for c in moved.collectives if c.num_bytes == 2 * D * 4]
     assert sum(c.times for c in activations) == K * L
     (gather,) = moved.in_branches
-    assert (gather.kind, gather.num_bytes, gather.group) == ("all-gather", 4 * D * 4, 2)
+    assert (gather.kind, gather.num_bytes) == ("all-gather", 4 * D * 4)
     # Weights and their slices: at least read once a pass.
     assert moved.hbm_bytes >= K * L * 2 * D * D * 4

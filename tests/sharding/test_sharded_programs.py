@@ -10,7 +10,7 @@ from support.meshes import mesh
 from support.sharded import LLAMA, Case, make_decoder
 
 from spec_jax import decoding
-from spec_jax.planning import hlo, traffic
+from spec_jax.planning import hlo
 from spec_jax.planning.programs import find_caches
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import named, state_axes
@@ -42,7 +42,7 @@ def round_of(**changes):
         args = (params, state, row, jnp.int32(9), jnp.int32(1))
         compiled = decoding.generate.lower(*args, system=system).compile()
     program = hlo.read(compiled.as_text())
-    return traffic.of_round(program), program, find_caches(state)[1]
+    return hlo.traffic(program, program.round()), program, find_caches(state)[1]
 
 
 K, COPY = 3, 2  # drafts a round; layers of the draft, which is a copy of the target
@@ -64,10 +64,10 @@ SAMPLED = DRAFTED + K + 4  # a draft: logits, token, soundness; then drafts' fau
 )
 def test_a_round_sends_little_and_copies_no_cache(bound, changes):
     moved, program, caches = round_of(**changes)
-    assert 2 * L < moved.count() <= bound
+    assert 2 * L < sum(c.times for c in moved.collectives) <= bound
     assert not moved.in_branches
     kinds = {"all-reduce", "all-gather", *["all-to-all"] * ("sampling" in changes)}
     assert {c.kind for c in moved.collectives} <= kinds
     # Logits are never gathered: each device samples its share of the rows, or finds an argmax.
     assert moved.largest_gather < 4 * LLAMA.vocab_size * B // mesh(USUAL["mesh"]).shape["data"]
-    assert traffic.cache_copies(program, program.round(), caches) == []
+    assert hlo.cache_copies(program, program.round(), caches) == []

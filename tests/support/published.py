@@ -9,7 +9,6 @@ fitted.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.models.config import ModelConfig
 from spec_jax.planning.chips import Topology
 from spec_jax.planning.presets import PRESETS
-from spec_jax.planning.roofline import Pass, Prediction, RoundWork, Setting, Stack, round_work
+from spec_jax.planning.roofline import Prediction, RoundWork, Setting, round_work
 from spec_jax.show.tables import Section, Table
 from spec_jax.tree import DynamicTree, Tree
 
@@ -111,41 +110,6 @@ def _rows(run: dict[str, Any]) -> list[PublishedPair]:
     return rows
 
 
-def count_round(row: PublishedPair) -> RoundWork:
-    """Counts the passes of a row's rounds."""
-    target = PRESETS[row.target]
-    if row.method in ("dflash", "dspark"):
-        return _block_round(target, row.num_draft, row.setting, has_markov=row.method == "dspark")
-    draft = _DRAFTS[row.method](target)
-    return round_work(target, draft, row.num_draft, row.setting, row.tree)
-
-
-def _block_round(
-    target: ModelConfig, num_draft: int, setting: Setting, *, has_markov: bool
-) -> RoundWork:
-    """Counts the round of a DFlash draft: one pass of five layers over the block, not causal.
-
-    Its keys and values come from five of the target's states, joined by one map. DSpark adds a
-    product of rank 256 over the vocabulary for every drafted token.
-
-    Source: DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147.
-    """
-    own = Stack.of(target, setting)
-    block = Stack.of(dataclasses.replace(target, num_hidden_layers=5), setting)
-    D, states = target.hidden_size, 2 * target.num_key_value_heads * target.head_dim
-    share = setting.abstract_mesh.shape["tensor"]
-    inject = Stack(matrices=(5 * D * D + 5 * D * states) // share)
-    passes = [
-        Pass("verify", 1, own.run(setting, num_draft + 1, num_draft + 1)),
-        Pass("refresh", 1, inject.run(setting, num_draft + 1)),
-        Pass("draft", 1, block.run(setting, num_draft + 1, num_draft, own)),
-    ]
-    if has_markov:
-        bias = Stack(matrices=256 * target.vocab_size // share)
-        passes.append(Pass("draft", num_draft, bias.run(setting, 1)))
-    return RoundWork(tuple(passes))
-
-
 _EAGLE_1 = functools.partial(EagleConfig.of_target, version=1, fc_bias=True)
 _DRAFTS = {
     "ngram": lambda target: "ngram",
@@ -153,6 +117,18 @@ _DRAFTS = {
     "eagle-2": _EAGLE_1,  # the same head with another tree
     "eagle-3": functools.partial(EagleConfig.of_target, draft_vocab_size=32000),
 }
+_BLOCKS = {"dflash": (DFlashConfig, 1), "dspark": (DSparkConfig, 0)}  # tokens beside the drafts
+
+
+def count_round(row: PublishedPair) -> RoundWork:
+    """Counts the passes of a row's rounds."""
+    target = PRESETS[row.target]
+    if row.method in _BLOCKS:
+        kind, more = _BLOCKS[row.method]
+        draft = kind.of_target(target, num_layers=5, block_size=row.num_draft + more)
+    else:
+        draft = _DRAFTS[row.method](target)
+    return round_work(target, draft, row.num_draft, row.setting, row.tree)
 
 
 class PredictedPair(NamedTuple):

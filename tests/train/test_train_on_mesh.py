@@ -13,7 +13,7 @@ from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.errors import TrainingError
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.params import head_counts, init_table, param_shardings
-from spec_jax.planning import hlo, traffic
+from spec_jax.planning import hlo
 from spec_jax.planning.presets import find_config
 from spec_jax.sharding import shardings
 from spec_jax.train.checkpoint import Checkpoints
@@ -104,13 +104,14 @@ def test_fully_sharded_states_take_an_eighth_of_the_memory(changes):
 def test_weights_are_gathered_and_activations_stay_where_their_rows_are(name, mesh):
     run = Run(name, *MESHES[mesh])
     text = run.step.lower(run.state, run.batch(0), run.frozen).compile().as_text()
-    found = traffic.of_call(hlo.read(text))  # what a step moves between devices
+    program = hlo.read(text)
+    found = hlo.traffic(program, program.call())  # what a step moves between devices
     assert {c.kind for c in found.collectives} == {"all-gather", "all-reduce"}
     weights = [x.size * x.dtype.itemsize for x in jax.tree.leaves(run.state.params)]
     of_all_rows = run.batch(0).tokens.size if name in HEADS else run.batch(0).size
     assert found.largest_gather <= max(weights) < 4 * of_all_rows * MODEL.hidden_size
     tensor = run.placement.mesh.shape["tensor"]
-    assert found.collective_bytes("all-gather") >= sum(weights) / tensor
+    assert found.by_kind["all-gather"][1] >= sum(weights) / tensor
 
 
 def same(a, b):
