@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.common.warm_start import from_target
 from spec_jax.drafters.loaded import LoadedHead
-from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.errors import ConfigError
 from spec_jax.meshes import mesh_of
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.progress import Progress, is_watched
 from spec_jax.show import plots
+from spec_jax.train.loop import train_loop
 from spec_jax.train.means import report
 from spec_jax.train.objective import Batch, Objective, target_view
 from spec_jax.train.optimizer import make_optimizer
@@ -41,7 +41,7 @@ class Fitted(NamedTuple):
 
     Attributes:
       head: the trained head.
-      log: of each step ``step``, ``loss`` and the other figures of the objective, among them
+      log: of each step ``step``, ``loss``, ``tok_s`` and the objective's other figures, among them
         ``teacher_forced_accept``, the share of drafts by position that were the text's own token;
         and what ``evaluate`` returned after that step.
     """
@@ -212,46 +212,64 @@ def fit_head(
     # Copies: a step donates what it is given.
     trained, constants = objective.split(jax.tree.map(jnp.array, head.params))
     trained = jax.tree.map(lambda w: w.astype(jnp.float32), trained)
-    bound = objective.bind(head.config, target.model, {**LOSS, **(loss or {})}, constants)
+    options = {**objective.known(LOSS), **(loss or {})}
+    bound = objective.bind(head.config, target.model, options, constants)
     step = functools.partial(train_step, objective=bound, optimizer=optimizer)
     view = functools.partial(target_view, config=target.config, taps=head.config.taps)
     step, view, key = jax.jit(step, donate_argnums=0), jax.jit(view), jax.random.key(seed)
     state = TrainState.create(trained, optimizer)
 
-    def evaluated() -> Mapping[str, Any]:
-        if evaluate is None:
-            return {}
+    def batch_at(done: int) -> Batch:
+        given = {name: jnp.asarray(x) for name, x in batches[done].items()}
+        begins = given["begins"] if has_document_masks else None
+        states = view(target.params, given["tokens"], begins)
+        return Batch(given["tokens"], given["mask"], jax.random.fold_in(key, done), states, begins)
+
+    def evaluated(state: TrainState) -> Mapping[str, Any]:
         params = {**jax.tree.map(jnp.array, state.params), **constants}
         return evaluate(dataclasses.replace(head, params=params))
 
-    log: list[dict[str, Any]] = [{"step": 0, **evaluated()}]
+    def plain(figures: Mapping[str, jax.Array]) -> dict[str, Any]:
+        return {name: np.asarray(x, float).tolist() for name, x in report(figures).items()}
+
     is_shown = is_watched() if has_progress is None else has_progress
     with Progress(steps, "training", every_s=5.0) if is_shown else nullcontext() as bar:
-        for done in range(1, steps + 1):
-            given = {name: jnp.asarray(x) for name, x in batches[done - 1].items()}
-            begins = given["begins"] if has_document_masks else None
-            states = view(target.params, given["tokens"], begins)
-            of_step = jax.random.fold_in(key, done - 1)
-            window = Batch(given["tokens"], given["mask"], of_step, states, begins)
-            state, figures = step(state, window, target.params)
-            log.append({"step": done, **_checked(figures, done)})
-            if done == steps or (eval_every and done % eval_every == 0):
-                log[-1] |= evaluated()
-            if bar is not None:
-                bar.step(f"loss {log[-1]['loss']:.3g}")
+        log = _Lines(bar)
+        log.write(0, **({} if evaluate is None else evaluated(state)))
+        state, _ = train_loop(
+            state,
+            step_fn=lambda state, window: step(state, window, target.params),
+            batch_at=batch_at,
+            num_steps=steps,
+            checkpoints=None,
+            log=log,
+            log_every=1,
+            tokens_per_step=lambda window: window.tokens.size,
+            summarise=plain,
+            evaluate=evaluate and evaluated,
+            eval_every=eval_every,
+        )
     params = {**state.params, **constants}
-    return Fitted(dataclasses.replace(head, name="trained head", params=params), log)
+    return Fitted(dataclasses.replace(head, name="trained head", params=params), log.lines)
 
 
-def _checked(figures: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
-    """The figures of a step as plain values.
+class _Lines:
+    """The figures of every step, and the bar that shows the steps done; see ``loop.Lines``."""
 
-    Raises:
-      TrainingError: the loss or the gradient is not finite.
-    """
-    numbers = report(jax.device_get(figures))
-    found = {name: np.asarray(value, float).tolist() for name, value in numbers.items()}
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(found[name]):
-            raise TrainingError(f"{name} is {found[name]} at step {step}: lower the learning rate")
-    return found
+    def __init__(self, bar: Progress | None):
+        self.lines: list[dict[str, Any]] = []
+        self._bar = bar
+
+    def write(self, step: int, **figures: Any) -> None:
+        if not self.lines or self.lines[-1]["step"] != step:
+            self.lines.append({"step": step})
+        self.lines[-1] |= figures
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.step(f"loss {self.lines[-1]['loss']:.3g}")
+
+    def begin(self, step: int) -> None:
+        pass
+
+    now = say = begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from configs import train_head_default
 from experiments.run import cli
 from experiments.training import text as texts
 from experiments.training.choice import Evaluations, describe
-from experiments.training.run import Experiment, Exported
+from experiments.training.run import Exported
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
@@ -43,7 +43,7 @@ from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
 
 
-class HeadSpec(NamedTuple):
+class NewHead(NamedTuple):
     """A head to train.
 
     Attributes:
@@ -84,47 +84,26 @@ class HeadSpec(NamedTuple):
         """Returns the head as the decoder takes it."""
         return LoadedHead(self.name, self.config, {**params, **self.constants})
 
-    def format(self, target: LoadedModel, config: ConfigDict) -> str | None:
-        """Returns the format of the export: the config's, or the first that can express the head.
 
-        Raises:
-          ConfigError: No format can.
-        """
-        kind = registry.kind_of(self.config)
-        asked = config.export_format or None
-        num_draft = config.eval.num_draft
-        return kind.format.pick(self.config, target, asked, num_draft)
+def _check_options(config: ConfigDict, section: str, known: Mapping[str, Collection[str]]) -> None:
+    """Checks that no option of a section is set which only other objectives take.
 
-    def export(self, folder: pathlib.Path, params, target: LoadedModel, config: ConfigDict):
-        """Writes the head in the format that the config names."""
-        self.loaded(params).save(
-            folder,
-            target,
-            format=config.export_format or None,
-            dtype=config.export_dtype,
-            num_speculative_tokens=config.eval.num_draft,
-        )
-
-
-def _options(config: ConfigDict, target: LoadedModel) -> dict[str, Any]:
-    """Returns the options of ``config.head`` that the objective takes and that are set.
+    Args:
+      config: See ``configs/train_head_default.py``.
+      section: Its name in the config.
+      known: The options of every objective by name.
 
     Raises:
-      ConfigError: An option of other objectives is set.
+      ConfigError: One is set.
     """
-    known = registry.objectives()
-    usual = train_head_default.get_config().head
-    if config.head.draft_vocab_size == target.config.vocab_size:
-        config.head.draft_vocab_size = 0
-    for name, value in config.head.items():
-        takers = [objective for objective, (_, way) in known.items() if name in way.options]
+    usual = train_head_default.get_config()[section]
+    for name, value in config[section].items():
+        takers = [objective for objective, options in known.items() if name in options]
         if takers and config.objective not in takers and value != usual[name]:
             raise ConfigError(
-                f"head.{name} is {value!r}; it is an option of {' and '.join(takers)}, not of "
+                f"{section}.{name} is {value!r}; it is an option of {' and '.join(takers)}, not of "
                 f"{config.objective}: leave it {usual[name]!r}"
             )
-    _, training = known[config.objective]
-    return {name: config.head[name] for name in training.options if config.head[name]}
 
 
 def _load_given(
@@ -163,7 +142,7 @@ def make_head(
     texts: Sequence[Corpus],
     used: Sequence[Corpus],
     placement: Placement = Placement(),
-) -> HeadSpec:
+) -> NewHead:
     """Returns the head that a config describes.
 
     Args:
@@ -181,7 +160,12 @@ def make_head(
     counts = sum(x for x, text in zip(found, texts) if any(text is one for one in used))
     kind, training = registry.objectives()[config.objective]
     objective = training.objective()
-    options = _options(config, target)
+    ways = {name: way for name, (_, way) in registry.objectives().items()}
+    if config.head.draft_vocab_size == target.config.vocab_size:
+        config.head.draft_vocab_size = 0
+    _check_options(config, "head", {name: way.options for name, way in ways.items()})
+    _check_options(config, "loss", {name: way.objective().options for name, way in ways.items()})
+    options = {name: config.head[name] for name in training.options if config.head[name]}
     size = options.pop("draft_vocab_size", 0)
     given = None
     constants = {}
@@ -204,15 +188,15 @@ def make_head(
         def init(key, target_params, given):
             return fresh(key, target_params)
 
-    usual = {"is_remat": platform_of(placement.mesh) != "cpu"}
-    loss = usual | {name: value for name, value in config.loss.items() if value is not None}
+    loss = {"is_remat": platform_of(placement.mesh) != "cpu"}
+    loss |= {name: value for name, value in config.loss.items() if value is not None}
 
     def bind(options):
-        return objective.bind(shape, target.model, options, constants)
+        return objective.bind(shape, target.model, objective.known(options), constants)
 
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
-    spec = HeadSpec(
+    spec = NewHead(
         config.objective,
         shape,
         init,
@@ -222,7 +206,8 @@ def make_head(
         bind({**loss, "noise": 0.0, "has_every_anchor": True}),
         num_params,
     )
-    spec.format(target, config)  # what could not be exported is refused before it is trained
+    # What could not be exported is refused before it is trained.
+    kind.format.pick(shape, target, config.export_format or None, config.eval.num_draft)
     if config.export_with_target:
         source = find_directory(config.target)
         check_replaces(source, LoadedHead(config.target, shape, {}), target.config)
@@ -259,7 +244,7 @@ def validate(config: ConfigDict) -> None:
     check(config.dtype in dtypes, "dtype", "float32, bfloat16, or '' for the device's own")
 
 
-class HeadExperiment(Experiment):
+class HeadExperiment:
     """Target, data, head, and the functions that the training loop calls.
 
     Args:
@@ -460,10 +445,17 @@ class HeadExperiment(Experiment):
         from experiments.run import plots  # needs matplotlib, slow to import
 
         plots.plot_training(folder / "training.png", metrics)
-        self.spec.export(folder / "export", state.params, self.target, self.config)
-        if self.config.export_with_target:
-            source = find_directory(self.config.target)
-            head = self.spec.loaded(state.params)
+        config = self.config
+        head = self.spec.loaded(state.params)
+        head.save(
+            folder / "export",
+            self.target,
+            format=config.export_format or None,
+            dtype=config.export_dtype,
+            num_speculative_tokens=config.eval.num_draft,
+        )
+        if config.export_with_target:
+            source = find_directory(config.target)
             replace_modules(folder / "model", head, source, self.target.config)
         choice = self.evaluations.choice(step)
         summary = f"tau {tau:.2f} at step {step}" if choice is None else describe(choice)

@@ -18,7 +18,7 @@ import spec_jax
 from configs import train_zoo_target
 from experiments.run import cli, inputs
 from experiments.training import text as texts
-from experiments.training.run import Experiment, Exported
+from experiments.training.run import Exported
 from spec_jax import processes
 from spec_jax.config import SamplerConfig
 from spec_jax.data import tokens
@@ -106,34 +106,6 @@ def model_config(config: ConfigDict, vocab_size: int, end: int) -> AnyConfig:
     hf = stated_model(config) | {"bos_token_id": end, "eos_token_id": end}
     family = family_of_type(hf["model_type"])
     return family.config.from_hf({**hf, "vocab_size": vocab_size})
-
-
-def load_teacher(config: ConfigDict, placement: Placement) -> LoadedModel | None:
-    """Loads the model to distil from, or returns None.
-
-    Raises:
-      ConfigError: The teacher has no tokenizer.
-      WeightsError: No such model.
-    """
-    if not config.teacher:
-        return None
-    teacher = load_model(config.teacher, mesh=placement.mesh, axis_rules=placement.axis_rules)
-    if teacher.tokenizer is None:
-        raise ConfigError(f"the teacher {config.teacher} has no tokenizer; expected tokenizer.json")
-    return teacher
-
-
-def make_loss(config: ConfigDict, model_config: AnyConfig, teacher: LoadedModel | None):
-    """Returns the loss, ``(params, batch, teacher's params) -> (loss, figures)``."""
-    if teacher is None:
-        return functools.partial(objective.lm_loss, config=model_config)
-    return functools.partial(
-        objective.distill_loss,
-        config=model_config,
-        teacher_config=teacher.config,
-        ce_weight=config.ce_weight,
-        divergence=config.divergence,
-    )
 
 
 def check_resume(saved: dict, config: dict, step: int) -> None:
@@ -233,20 +205,17 @@ def batches(config: ConfigDict, text: Corpus, own: Corpus | None) -> Callable[[i
     ``long_share`` of the run has longer windows, only of the text.
     """
     draw = functools.partial(window_batches, seed=config.seed)
-    sources = [text]
-    shares = [1.0]
-    if own is not None:
-        sources = [text, own]
-        shares = [1.0 - config.own_share, config.own_share]
+    sources = [text] if own is None else [text, own]
+    shares = [1.0] if own is None else [1.0 - config.own_share, config.own_share]
     usual = draw(sources, shares, batch=config.batch, length=config.length + 1)
     first_long = config.steps - round(config.steps * config.long_share)
-    longer = None
+    longer = usual
     if first_long < config.steps:
         longer = draw([text], [1.0], batch=config.long_batch, length=config.long_length + 1)
     return lambda step: (usual if step < first_long else longer)[step]["tokens"]
 
 
-class LmExperiment(Experiment):
+class LmExperiment:
     """Data, model, loss, and the functions that the training loop calls."""
 
     title = "A language model"
@@ -258,13 +227,28 @@ class LmExperiment(Experiment):
             self.placement.check_batch("long_batch", config.long_batch)
         mesh = self.placement.mesh
         axis_rules = self.placement.axis_rules
-        self.config, self.teacher = config, load_teacher(config, self.placement)
+        self.config = config
+        self.teacher: LoadedModel | None = None
+        if config.teacher:
+            self.teacher = load_model(config.teacher, mesh=mesh, axis_rules=axis_rules)
+            if self.teacher.tokenizer is None:
+                raise ConfigError(
+                    f"the teacher {config.teacher} has no tokenizer; expected tokenizer.json"
+                )
         self.tokenizer, self.text, self.held_out = load_text(config, self.teacher, workdir / "data")
         texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
         end = tokens.separator_id(self.tokenizer)
         self.model_config = model_config(config, self.tokenizer.vocab_size, end)
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
-        loss = make_loss(config, self.model_config, self.teacher)
+        loss = functools.partial(objective.lm_loss, config=self.model_config)
+        if self.teacher is not None:
+            loss = functools.partial(
+                objective.distill_loss,
+                config=self.model_config,
+                teacher_config=self.teacher.config,
+                ce_weight=config.ce_weight,
+                divergence=config.divergence,
+            )
         self.own = continuations(config, self.teacher, self.text, workdir)
         self._batches = batches(config, self.text, self.own)
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
@@ -273,7 +257,7 @@ class LmExperiment(Experiment):
         )
         self._step = self.placement.jit_step(step, self._where)
         self._loss = self.placement.jit(lambda *args: replicate(loss(*args)))
-        self._teacher_params = None if self.teacher is None else self.teacher.params
+        self._teacher_params = self.teacher and self.teacher.params
         self.trained = [self.text]
         read = [text for text in (self.text, self.own) if text is not None]
         self.windows = [(text, config.length + 1) for text in read]

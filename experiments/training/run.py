@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from absl import logging
 from ml_collections import ConfigDict
@@ -38,8 +38,8 @@ class Exported(NamedTuple):
     record: Mapping[str, Any] = {}
 
 
-class Experiment:
-    """What a run trains. A subclass sets the attributes and defines the other methods.
+class Experiment(Protocol):
+    """What a run trains.
 
     Attributes:
       title: The heading of the report.
@@ -55,31 +55,21 @@ class Experiment:
     summary: str
     loop: Mapping[str, Any]
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns checksums of the training data; a resumed run must have the same."""
-        return texts.fingerprint(self.trained)
-
-    def usage(self) -> list[dict]:
-        """Returns what of each text is used, and what is left out and why."""
-        return [texts.usage(corpus, length) for corpus, length in self.windows]
-
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
-        raise NotImplementedError
 
     def batch_at(self, step: int) -> Any:
         """Returns the batch of a step, a function of the seed and the step."""
-        raise NotImplementedError
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         """Trains one step."""
-        raise NotImplementedError
 
     def evaluate(self, state: TrainState) -> dict:
         """Returns held-out figures."""
-        raise NotImplementedError
 
-    def export(self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log):
+    def export(
+        self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log
+    ) -> Exported:
         """Exports a state of the finished run.
 
         Args:
@@ -87,11 +77,7 @@ class Experiment:
           state: The last state.
           saved: The checkpoints of the run.
           log: Gets further figures.
-
-        Returns:
-          An ``Exported``.
         """
-        raise NotImplementedError
 
 
 def train(
@@ -140,14 +126,15 @@ def train(
         sums = cli.inputs_of(resolved, free, sums)  # now a model of the hub is in its cache
         if saved is not None:
             sums = cli.check_inputs(folder, sums)
-        resolved["data_seen"] = experiment.fingerprint()
+        resolved["data_seen"] = texts.fingerprint(experiment.trained)
         if saved is not None:
             check_resume(saved, resolved, last)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
-        entries = report.begin(name, folder, resolved) | {"data": experiment.usage()}
+        usage = [texts.usage(corpus, length) for corpus, length in experiment.windows]
+        entries = report.begin(name, folder, resolved) | {"data": usage}
         report.write_json(folder / cli.INPUTS, sums)
-        used = ["\n".join(texts.usage_lines(usage)) for usage in entries["data"]]
+        used = ["\n".join(texts.usage_lines(one)) for one in usage]
         _write_report(folder, experiment.title, entries, used)
         with Log(folder, first, config.steps) as log:
             for line in used:

@@ -42,7 +42,7 @@ class TrainJob:
       is_fully_sharded: weights and the optimizer's states are split over the data axis too.
       dtype: in which a head and its target compute; a language model computes in float32.
       optimizer: "adamw" or "muon".
-      num_steps: K of a head's loss; None: the loss's default.
+      num_steps: K of a loss with training-time test; None: the loss's default.
       is_remat: the backward pass computes a head's activations again instead of storing them.
       has_document_masks: a head's windows hold several documents, each by itself.
     """
@@ -158,7 +158,7 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         model = transformer.model(job.target, job.head.taps)
         steps = {} if job.num_steps is None else {"num_steps": job.num_steps}
         options = steps | {"is_remat": job.is_remat}
-        loss = objective.bind(job.head, model, options, constants)
+        loss = objective.bind(job.head, model, objective.known(options), constants)
         step = functools.partial(
             train_step,
             objective=with_view(loss, job.target, job.head.taps),

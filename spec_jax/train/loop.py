@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -17,11 +17,29 @@ from spec_jax import processes
 from spec_jax.compilation import NamedProgram, Timed
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
-from spec_jax.train.log import Log
 from spec_jax.train.means import merge, report
 from spec_jax.train.step import TrainState
 
 _SAME_S = 0.5  # programs such as timeout send a Ctrl-C on, which then arrives twice
+
+
+class Lines(Protocol):
+    """Where a run's figures are written: a ``Log``, or what keeps them in memory."""
+
+    def begin(self, step: int) -> None:
+        """Counts time from here."""
+
+    def now(self, text: str) -> None:
+        """Says what is running."""
+
+    def write(self, step: int, **figures: Any) -> None:
+        """Takes the figures of a step, or of an evaluation after it."""
+
+    def advance(self, step: int) -> None:
+        """Says that a step is done, and written."""
+
+    def say(self, text: str) -> None:
+        """Shows a line."""
 
 
 class Preemption:
@@ -82,7 +100,7 @@ class _Figures:
       checkpoints: Where states are saved, for error messages.
     """
 
-    def __init__(self, describe_batch: Callable[[int], str], checkpoints: Checkpoints):
+    def __init__(self, describe_batch: Callable[[int], str], checkpoints: Checkpoints | None):
         self._describe_batch = describe_batch
         self._checkpoints = checkpoints
         self._pending: list[tuple[int, dict]] = []
@@ -105,10 +123,12 @@ class _Figures:
             for key, name in {"loss": "loss", "grad_norm": "norm of the gradient"}.items():
                 if not math.isfinite(figures[key]):
                     data = self._describe_batch(done - 1)
+                    what = f"the {name} is {figures[key]} at step {done}{data and f' ({data})'}"
+                    if self._checkpoints is None:
+                        raise TrainingError(f"{what}: lower the learning rate")
                     raise TrainingError(
-                        f"the {name} is {figures[key]} at step {done}{data and f' ({data})'}; the "
-                        f"last good checkpoint is of step {self._checkpoints.last_step}: lower the "
-                        "rates, or leave that data out"
+                        f"{what}; the last good checkpoint is of step "
+                        f"{self._checkpoints.last_step}: lower the rates, or leave that data out"
                     )
             self._read.append(figures)
         self._pending.clear()
@@ -136,8 +156,8 @@ def train_loop(
     step_fn: Callable[[TrainState, Any], tuple[TrainState, dict]],
     batch_at: Callable[[int], Any],
     num_steps: int,
-    checkpoints: Checkpoints,
-    log: Log,
+    checkpoints: Checkpoints | None,
+    log: Lines,
     tokens_per_step: Callable[[Any], int],
     log_every: int = 10,
     summarise: Callable[[Mapping], Mapping] = report,
@@ -158,7 +178,7 @@ def train_loop(
       step_fn: One jitted step that donates the state, ``(state, batch) -> (state, figures)``.
       batch_at: The batch of a step, a pure function of the step's number.
       num_steps: The number of steps of the whole run.
-      checkpoints: Where states are saved.
+      checkpoints: Where states are saved; None saves none, and no signal is caught.
       log: Where figures are written.
       tokens_per_step: The number of tokens that a batch trains on.
       log_every: Steps between two lines; each line holds the figures since the last one.
@@ -178,7 +198,8 @@ def train_loop(
     figures = _Figures(describe_batch, checkpoints)
     saved_s = time.monotonic()
     first = int(state.step)
-    with Preemption() as preemption:
+    preemption = Preemption()
+    with contextlib.nullcontext() if checkpoints is None else preemption:
         for step in range(first, num_steps):
             with Timed(), NamedProgram("the training step"):  # which say that it is compiled
                 batch = batch_at(step)
@@ -191,7 +212,7 @@ def train_loop(
             is_last = done == num_steps
             is_asked = preemption.is_asked
             is_due = time.monotonic() - saved_s > checkpoint_every_s
-            if processes.count() > 1:
+            if checkpoints is not None and processes.count() > 1:
                 is_agreed = done % log_every == 0 or is_last
                 is_asked = is_agreed and processes.any_process(is_asked)
                 is_due = is_agreed and processes.from_writer(is_due)
@@ -200,7 +221,8 @@ def train_loop(
                 means, tok_s = figures.summary()
                 log.write(done, **summarise(means), tok_s=tok_s)
                 log.advance(done)
-            checkpoints.check()
+            if checkpoints is not None:
+                checkpoints.check()
             if evaluate and (is_last or (eval_every and done % eval_every == 0)):
                 figures.read()
                 with figures.paused():
@@ -209,7 +231,7 @@ def train_loop(
                     log.write(done, **evaluated)
                     if best_by is not None:
                         checkpoints.save_best(done, state, evaluated[best_by])
-            if is_last or is_asked or is_due:
+            if checkpoints is not None and (is_last or is_asked or is_due):
                 figures.read()
                 if checkpoints.last_step != done:
                     checkpoints.save(done, state)
@@ -219,5 +241,6 @@ def train_loop(
                 by = preemption.asked_by or "SIGTERM in another process"
                 log.say(f"{by}: saved at step {done}; the same command goes on from there")
                 return state, False
-    checkpoints.wait()
+    if checkpoints is not None:
+        checkpoints.wait()
     return state, True

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Model
+from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 from spec_jax.train.means import Mean
@@ -80,6 +81,17 @@ class Objective(NamedTuple):
     constants: tuple[str, ...] = ()
     drafts: Callable[..., jax.Array] | None = None
 
+    @property
+    def options(self) -> frozenset[str]:
+        """The names of the loss's options."""
+        known = inspect.signature(self.loss).parameters.values()
+        keywords = {p.name for p in known if p.kind is p.KEYWORD_ONLY}
+        return frozenset(keywords - {"config", "model", "counts"})
+
+    def known(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those of some options that the loss has, such as defaults for all objectives."""
+        return {name: value for name, value in options.items() if name in self.options}
+
     def bind(
         self,
         config: Any,
@@ -92,15 +104,21 @@ class Objective(NamedTuple):
         Args:
           config: The head's shape.
           model: The target's functions.
-          options: Options of the loss; those that it does not have are ignored.
+          options: Options of the loss.
           constants: The head's parameters that are not trained.
 
         Returns:
           ``(params, batch, target, counts=None) -> (loss, figures)``, where ``params`` are
           trained.
+
+        Raises:
+          ConfigError: The loss has no such option.
         """
-        known = inspect.signature(self.loss).parameters
-        options = {name: value for name, value in options.items() if name in known}
+        for name in options.keys() - self.options:
+            raise ConfigError(
+                f"{name} is not an option of the objective {self.name}; its options: "
+                f"{', '.join(sorted(self.options)) or 'none'}"
+            )
         loss = functools.partial(self.loss, config=config, model=model, **options)
 
         def run(params, batch, target, counts=None):

@@ -93,6 +93,7 @@ REFUSED = [
     ("train_head", {"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
     ("train_head", {"length": 2}, "length is 2; expected at least 3"),
     ("train_head", {"objective": "mtp", "head.draft_vocab_size": 9}, "of eagle3 and peagle, not"),
+    ("train_head", {"loss.noise": 0.5}, "loss.noise is 0.5; it is an option of eagle1, not of eag"),
     ("train_head", {"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
     ("train_head", {"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
     ("train_head", {"data.responses": "FOLDER/other.jsonl"}, "id 300; the target has ids 0 to 299"),

@@ -340,14 +340,14 @@ def cached(named, tmp_path, monkeypatch):
     config = train_head_default.get_config()
     config.update(target="owner/model")
     folder, resolved = tmp_path / "run", json.loads(config.to_json())
-    report.begin("train_head", folder, resolved | {"data_seen": {}})
+    report.begin("train_head", folder, resolved | {"data_seen": {"data": []}})
     report.write_json(folder / cli.INPUTS, cli.inputs_of(resolved))
     (folder / EVALUATIONS).write_text("{}\n")
 
     def train(download):
         def make(*_):
             download()
-            return mock.MagicMock(fingerprint=lambda: {}, usage=lambda: [], title="a title")
+            return mock.MagicMock(trained=[], windows=[], title="a title")
 
         monkeypatch.setattr(run, "Checkpoints", mock.MagicMock())
         run.Checkpoints().__enter__().last_step = None

@@ -62,7 +62,8 @@ def head_training(folder: pathlib.Path, objective: str, max_new_tokens: int = 8,
     config = train_head_default.get_config()
     config.target, config.objective = str(folder / "target"), objective
     config.data.text, config.data.held_out_share = str(folder / "texts.jsonl"), 0.2
-    config.loss.num_steps = 2
+    if objective in ("eagle3", "mtp"):
+        config.loss.num_steps = 2
     config.steps, config.batch, config.length, config.log_every = 4, 2, 18, 1
     options = dict(num_prompts=3, max_new_tokens=max_new_tokens, batch=3, windows=windows)
     config.eval.update(every=4, num_draft=2, prompts=str(folder / "prompts.jsonl"), **options)

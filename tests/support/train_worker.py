@@ -56,7 +56,7 @@ def head_config(files):
     config = train_head_default.get_config()
     config.target, config.data.text = f"{files}/target", f"{files}/texts.jsonl"
     config.data.held_out_share, config.objective = 0.2, "eagle1"
-    config.loss.num_steps, config.head.init_from = 1, f"{files}/head"
+    config.head.init_from = f"{files}/head"
     config.steps, config.batch, config.length, config.log_every = STEPS, 4, 18, 1
     config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
     options = dict(num_prompts=2, max_new_tokens=8, batch=2, windows=4)

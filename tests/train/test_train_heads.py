@@ -241,5 +241,7 @@ def test_an_objective_takes_its_own_options_and_keeps_its_constants():
     objective = Objective("toy", loss, constants=("d2t",))
     trained, constants = objective.split({"w": 1.0, "d2t": 2.0})
     assert (trained, constants) == ({"w": 1.0}, {"d2t": 2.0})
-    run = objective.bind(3.0, 5.0, {"scale": 2.0, "noise": 9.0}, constants)
+    with pytest.raises(ConfigError, match="noise is not an option of .* toy; its options: scale"):
+        objective.bind(3.0, 5.0, {"scale": 2.0, "noise": 9.0}, constants)
+    run = objective.bind(3.0, 5.0, objective.known({"scale": 2.0, "noise": 9.0}), constants)
     assert run(trained, 7.0, 11.0) == (2.0 * 3.0 * 3.0 * 5.0 * 11.0 * 7.0, {})

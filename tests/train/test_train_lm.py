@@ -12,6 +12,7 @@ from support.tiny_models import QWEN35
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
+from experiments.training import text as texts
 from experiments.training.lm import LmExperiment
 from spec_jax.data import python_source
 from spec_jax.errors import ConfigError
@@ -112,14 +113,14 @@ def test_a_text_of_ones_own_gives_the_same_windows_after_a_restart(tmp_path):
     config = tiny(own_share=0.0)
     config.data.text = str(tmp_path / "a.txt")
     first, again = (LmExperiment(config, tmp_path / "run") for _ in range(2))
-    assert first.fingerprint() == again.fingerprint()
+    assert texts.fingerprint(first.trained) == texts.fingerprint(again.trained)
     found = [[x.batch_at(step) for step in range(12)] for x in (first, again)]
     jax.tree.map(np.testing.assert_array_equal, *found)
     shapes = [x.shape for x in found[0]]
     assert shapes == [(4, 33)] * 9 + [(2, 65)] * 3  # the last quarter is longer
     rows = {row.tobytes() for batch in found[0][:9] for row in batch}
     assert len(rows) == 36  # every window is another one
-    train, held_out = first.usage()
+    train, held_out = (texts.usage(*pair) for pair in first.windows)
     assert 0 <= train["tokens_read"] - train["tokens_used"] < train["window_tokens"] == 33
     assert held_out["windows"] > 0 and "the last" in held_out["notes"][0]
 

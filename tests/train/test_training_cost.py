@@ -40,7 +40,7 @@ def test_compile_time_of_a_step_is_measured_by_window(windows, tokens, name):
     view = functools.partial(target_view, config=target.config, taps=head.config.taps)
     batch = Batch(ids, jnp.asarray(mask), jax.random.key(0), jax.jit(view)(target.params, ids))
     options = {"num_steps": 7, "num_anchors": 320 // windows}
-    loss = objective.bind(head.config, target.model, options, constants)
+    loss = objective.bind(head.config, target.model, objective.known(options), constants)
     optimizer = make_optimizer("muon", **RATES, weight_decay=0.0, clip=0.5)
     step = functools.partial(train_step, objective=loss, optimizer=optimizer)
     state = TrainState.create(params, optimizer)
