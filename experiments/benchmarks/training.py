@@ -47,7 +47,13 @@ class TrainingCase(NamedTuple):
 
 
 def attention_flops(width: int, length: int, tokens: int) -> float:
-    """Returns forward FLOPs of attention, in which a token sees half of the others on average."""
+    """Returns forward FLOPs of attention, in which a token sees half of the others on average.
+
+    Args:
+      width: Of all query heads together.
+      length: Tokens of a window.
+      tokens: Of all windows together.
+    """
     return tokens * 2 * 2 * width * length / 2
 
 
@@ -138,7 +144,13 @@ def _matmuls(carry: Any, x, w, *, repeats: int):
 
 
 def matmul_timer(rows: int, d_in: int, d_out: int) -> Timer:
-    """Returns a timer of the three products of a linear map in training, in milliseconds."""
+    """Returns a timer of the three products of a linear map in training, in milliseconds.
+
+    Args:
+      rows: Tokens that are multiplied.
+      d_in: Width of the map's inputs.
+      d_out: Width of its outputs.
+    """
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, d_in))
     w = jax.random.normal(keys[1], (d_in, d_out))

@@ -138,6 +138,11 @@ def load_text(
     """Returns the tokenizer, the text to train on and the held-out text.
 
     The tokenizer is the teacher's; without a teacher it is trained on the text.
+
+    Args:
+      config: See ``configs/train_zoo_target.py``.
+      teacher: The model to distil from, or None.
+      folder: The folder for packed documents.
     """
     if teacher is not None:
         tokenizer = teacher.tokenizer
@@ -160,6 +165,12 @@ def continuations(
 
     They are sampled once (even batches at temperature 1, odd ones at 0.5) and stored in the folder,
     so that a resumed run has the same tokens. The file's name is made of what they depend on.
+
+    Args:
+      config: See ``configs/train_zoo_target.py``.
+      teacher: The model that continues; None if there is none.
+      text: The training text, whose windows are begun.
+      folder: The folder of the run.
     """
     if teacher is None or not config.own_share:
         return None
@@ -203,6 +214,11 @@ def batches(config: ConfigDict, text: Corpus, own: Corpus | None) -> Callable[[i
 
     They are of the text, and a share of the teacher's ``own`` if there is any. The last
     ``long_share`` of the run has longer windows, only of the text.
+
+    Args:
+      config: See ``configs/train_zoo_target.py``.
+      text: The training text.
+      own: What the teacher wrote, or None.
     """
     draw = functools.partial(window_batches, seed=config.seed)
     sources = [text] if own is None else [text, own]

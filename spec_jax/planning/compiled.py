@@ -92,10 +92,8 @@ class Compiled:
     wall_s: float
     cpu_s: float
 
-    def shortfall(self, chip: Chip | None) -> int:
-        """The bytes that a device lacks; 0 if it fits, or without a chip."""
-        if chip is None:
-            return 0
+    def shortfall(self, chip: Chip) -> int:
+        """The bytes that a device lacks; 0 if it fits."""
         return max(0, int(self.needs.total - chip.per_device.hbm_bytes))
 
 
@@ -127,38 +125,27 @@ def compile_and_count(trace: Any) -> Compiled:
     times = passed()
     program = hlo.read(compiled.as_text())
     memory = compiled.memory_analysis()
-    state, aliased = _returned(program, len(jax.tree.leaves(traced.state)))
-    arguments = memory.argument_size_in_bytes - _given_twice(program)
+    returned = program.entry.root.arrays[: len(jax.tree.leaves(traced.state))]
+    state = [array.padded_bytes for array in returned]
+    given = [program.instructions[name] for name in program.entry.parameters]
+    twice = [  # of the target's weights, that a head is given too: the same arrays
+        array.padded_bytes
+        for i in given
+        if i.op_name.replace("\\'", "'").startswith("params['draft']['target']")
+        for array in i.arrays
+    ]
+    arguments = memory.argument_size_in_bytes - sum(twice)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     needs = Needs(
         params=params,
         cache=cache,
         arguments=arguments,
         temporaries=memory.temp_size_in_bytes,
-        state=state,
-        aliased=aliased,
+        state=sum(state),
+        aliased=sum(size for i, size in enumerate(state) if i in program.aliased),
         total=arguments + memory.temp_size_in_bytes + results,
     )
     return Compiled(needs=needs, counted=_count(program, traced), refusal="", **times)
-
-
-def _returned(program: hlo.Program, num_state: int) -> tuple[int, int]:
-    """Bytes of the state that is returned, and those of them that alias an argument."""
-    results = program.entry.root.arrays[:num_state]
-    sizes = [array.padded_bytes for array in results]
-    return sum(sizes), sum(size for i, size in enumerate(sizes) if i in program.aliased)
-
-
-def _given_twice(program: hlo.Program) -> int:
-    """Bytes of the target's weights that a head is given again: they are the same arrays."""
-    given = [program.instructions[name] for name in program.entry.parameters]
-    names = [i.op_name.replace("\\'", "'") for i in given]
-    return sum(
-        array.padded_bytes
-        for i, name in zip(given, names)
-        if name.startswith("params['draft']['target']")
-        for array in i.arrays
-    )
 
 
 def _count(program: hlo.Program, traced: Traced) -> Counted:

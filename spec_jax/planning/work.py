@@ -123,10 +123,11 @@ class Work:
     def times_s(self, chip: Chip) -> dict[str, float]:
         """Seconds that memory, arithmetic and links need at the peaks of a device of the chip."""
         device = chip.per_device
-        times = {"memory": self.hbm_bytes / device.hbm_bytes_s}
-        times["arithmetic"] = self.flops / device.flops_s
-        times["links"] = self.link_bytes / device.link_bytes_s
-        return times
+        return {
+            "memory": self.hbm_bytes / device.hbm_bytes_s,
+            "arithmetic": self.flops / device.flops_s,
+            "links": self.link_bytes / device.link_bytes_s,
+        }
 
     def floor_s(self, chip: Chip) -> float:
         """The least time: all three overlap perfectly, and the slowest decides."""
@@ -283,21 +284,17 @@ def _stack(
     unread: tuple[str, ...],
 ) -> Stack:
     axis_rules = REPLICATED if is_replicated else SHARDED
-    kind = kind_of_draft(config)
-    is_head = kind.head is not None
+    head_spec = kind_of_draft(config).head
+    is_head = head_spec is not None
     layer = layer_of(config) if is_head else config
+    outer = {} if is_head else dict(outer_table(config))
+    layers = [] if is_head else layer_tables(config)
     if is_head:
-        parts = kind.head.parts_of(config)
+        parts = head_spec.parts_of(config)
         table = flat_table(parts[next(iter(parts)) if part is None else part])
-        layers = []
-
-        def is_read(name):
-            return not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread)
-
-        outer = {name: p for name, p in table.items() if is_read(name)}
-    else:
-        outer = dict(outer_table(config))
-        layers = layer_tables(config)
+        for name, p in table.items():
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread):
+                outer[name] = p
     head = outer.pop("head", None)
     embed = outer.pop("embed", None)
     counts = head_counts(layer)
@@ -320,17 +317,13 @@ def _stack(
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     uses = getattr(layer, "products_per_slot", 1)
 
-    def is_routed(p):
-        return "{e}" in p.hf_name
-
-    routed = [p for p in specs if is_routed(p)]
-    maps = [p for p in specs if p.is_linear or p.is_map]
-    num_experts = counts.get("experts", 1)
+    routed = [p for p in specs if "{e}" in p.hf_name]
     num_chosen = getattr(layer, "num_experts_per_tok", 1)
+    maps = [p for p in specs if (p.is_linear or p.is_map) and p not in routed]
     return Stack(
-        matrices=sum(local(p) for p in maps if not is_routed(p)),
+        matrices=sum(map(local, maps)),
         experts=sum(map(local, routed)),
-        chosen=num_chosen / num_experts if routed else 0.0,
+        chosen=num_chosen / counts.get("experts", 1) if routed else 0.0,
         vectors=sum(local(p) for p in specs if not (p.is_linear or p.is_map)),
         width=width,
         embed=0 if embed is None else local(embed),

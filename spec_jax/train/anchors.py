@@ -65,9 +65,18 @@ def _kept(anchors, is_kept):
 
 
 def slots(x: jax.Array, anchors: jax.Array, first: int, count: int) -> jax.Array:
-    """Returns dtype[B,A,count,...] of ``x[B,W,...]``, from ``first`` after each anchor on.
+    """Returns the columns after each anchor of a window.
 
     Columns past the end of the window are those of its last token.
+
+    Args:
+      x: dtype[B,W,...].
+      anchors: i32[B,A], columns.
+      first: How many columns after its anchor the first one is.
+      count: How many columns of each anchor.
+
+    Returns:
+      dtype[B,A,count,...].
     """
     B, A = anchors.shape
     index = anchors[:, :, None] + first + jnp.arange(count)

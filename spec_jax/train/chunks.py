@@ -95,7 +95,16 @@ def rows_at_once(batch: int, most: int = _ROWS) -> int:
 
 
 def cut_chunks(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Cuts an axis into [chunks,...,size,...]; the last chunk is padded with zeros."""
+    """Cuts an axis into chunks; the last one is padded with zeros.
+
+    Args:
+      x: dtype[...].
+      axis: The axis that is cut.
+      size: Its size in a chunk.
+
+    Returns:
+      dtype[chunks,...,size,...].
+    """
     x = jnp.pad(x, [(0, -n % size if i == axis else 0) for i, n in enumerate(x.shape)])
     x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     return constrain(jnp.moveaxis(x, axis, 0), None, "batch")

@@ -38,7 +38,13 @@ class UnrolledCache:
 
     @classmethod
     def create(cls, batch: int, num_rows: int, begins: jax.Array | None = None) -> UnrolledCache:
-        """Makes a cache for the only step of B sequences of T rows."""
+        """Makes a cache for the only step.
+
+        Args:
+          batch: B, sequences.
+          num_rows: T, rows of each.
+          begins: i32[B,T], where each row's document begins; None: all see all before them.
+        """
         return cls(jnp.zeros((batch,), jnp.int32), num_rows, begins)
 
     def of_steps(self, num_steps: int) -> UnrolledCache:
@@ -97,7 +103,16 @@ def _attend_unrolled(q_BTNH, true, later, step, scale, begins):
 
 
 def shifted(x: jax.Array, by: int, num_rows: int) -> jax.Array:
-    """Returns the columns ``by`` to ``by + num_rows`` of ``x[B,T,...]``, zeros past its end."""
+    """Returns columns of an array, zeros past its end.
+
+    Args:
+      x: dtype[B,T,...].
+      by: The first column.
+      num_rows: How many columns.
+
+    Returns:
+      dtype[B,num_rows,...].
+    """
     part = x[:, by : by + num_rows]
     short = num_rows - part.shape[1]
     return jnp.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2)) if short else part

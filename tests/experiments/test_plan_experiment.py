@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
-import jax
 import pytest
 from support.runs import check_run_files
 
-import spec_jax
 from configs import plan as default
 from experiments import plan
 from experiments.planning import plan_cells, plan_report
 from experiments.planning.plan_inputs import find_draft
 from spec_jax.errors import ConfigError
-from spec_jax.planning import Job, roofline
-from spec_jax.planning.chips import CHIPS, Topology
+from spec_jax.planning import roofline
+from spec_jax.planning.chips import CHIPS
 from spec_jax.planning.presets import PRESETS
 from spec_jax.tree import DynamicTree
 
@@ -58,36 +54,6 @@ def test_floors_alone_yield_the_best_k_of_every_place_and_a_run_is_continued(
     monkeypatch.setattr(plan_cells.roofline, "memory", lambda *args: count.append(args))
     again = plan.run(sweep, str(tmp_path))
     assert again["best"] == result["best"] and not count
-
-
-@dataclasses.dataclass
-class Found:
-    """In place of a compiled program: which one it is."""
-
-    number: int
-
-    def shortfall(self, chip):
-        return 0.0
-
-
-def test_what_another_version_compiled_is_compiled_again(tmp_path, monkeypatch):
-    numbers = itertools.count()
-    monkeypatch.setattr(plan_cells.plan, "compile_and_count", lambda trace: Found(next(numbers)))
-    topology, job = Topology.parse("v5e:1x1"), Job(target=PRESETS["llama-3.2-1b"])
-
-    def found():
-        one = lambda topology: jax.devices()[:1]
-        cell = plan_cells.plan_cell(tmp_path, topology, job, config(), one)
-        return cell["compiled"]["number"]
-
-    monkeypatch.setattr(plan_cells, "_libtpu", lambda: None)
-    assert [found(), found()] == [0, 0]
-    monkeypatch.setattr(plan_cells, "_libtpu", lambda: "0.0.1")
-    assert [found(), found()] == [1, 1]
-    monkeypatch.setattr(jax, "__version__", "0.0.1")
-    assert found() == 2
-    monkeypatch.setattr(spec_jax, "__version__", "0.0.1")
-    assert found() == 3
 
 
 def test_the_best_k_is_one_that_fits():

@@ -8,6 +8,7 @@ import shutil
 import sys
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def continuations(folder, *, weights, tokenizer, template, text, version, **chan
     return made.call_count
 
 
-def cells(folder, *, hbm_bytes, batch, eps, name, version):
+def cells(folder, *, hbm_bytes, batch, eps, name, version, jax_version, libtpu):
     """What a plan has found; returns how often it was searched."""
     v5e = Topology.parse("v5e:1x1")
     topology = dataclasses.replace(v5e, chip=dataclasses.replace(v5e.chip, hbm_bytes=hbm_bytes))
@@ -87,11 +88,17 @@ def cells(folder, *, hbm_bytes, batch, eps, name, version):
     job = planning.Job(target=target, batch=batch, slots=64)
     config = ConfigDict({"target": name, "draft": ""})
     made = mock.Mock(return_value={"program": "decode"})
+    compiled = planning.Compiled(
+        needs=planning.Needs(params=0, cache=0), counted=None, refusal="", wall_s=0.0, cpu_s=0.0
+    )
     with (
         mock.patch.object(plan_cells, "make_cell", made),
+        mock.patch.object(plan_cells.plan, "compile_and_count", return_value=compiled),
+        mock.patch.object(plan_cells, "_libtpu", return_value=libtpu),
+        mock.patch.object(plan_cells.jax, "__version__", jax_version),
         mock.patch.object(plan_cells.spec_jax, "__version__", version),
     ):
-        plan_cells.plan_cell(folder, topology, job, config, None)
+        plan_cells.plan_cell(folder, topology, job, config, lambda _: jax.devices()[:1])
     return made.call_count
 
 
@@ -153,6 +160,8 @@ STORES = [  # each input: as it was, and as it is then
             "eps": (1e-6, 1e-5),
             "name": ("a", "b"),
             "version": ("1", "2"),
+            "jax_version": ("1", "2"),
+            "libtpu": ("1", "2"),
         },
     ),
 ]

@@ -84,20 +84,6 @@ def test_killed_at_ten_moments_it_ends_bit_equal(tmp_path, undisturbed):
     assert steps == list(range(1, STEPS + 1))  # no line twice, none left out
 
 
-@pytest.mark.exhaustive
-def test_sigterm_saves_and_exits_with_0(tmp_path, undisturbed):
-    process = start(tmp_path)
-    wait_for_lines(tmp_path, 3)
-    process.terminate()
-    process.join()
-    assert process.exitcode == 0 and not (tmp_path / "final.npz").exists()
-    done = read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        assert checkpoints.last_step == done < STEPS
-    state, is_done = run(tmp_path)
-    assert is_done and same(jax.device_get(state), undisturbed[1])
-
-
 def test_the_first_ctrl_c_saves_and_another_ends_at_once(tmp_path, capsys, monkeypatch):
     said, rarely = [], {"checkpoint_every_s": 1e9}
     monkeypatch.setattr(

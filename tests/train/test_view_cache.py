@@ -41,17 +41,6 @@ def test_a_view_is_computed_once_and_read_back_bit_equal(tmp_path, dtype):
     assert again.hidden.dtype == first.hidden.dtype
 
 
-def test_other_tokens_targets_and_taps_have_views_of_their_own(tmp_path):
-    params, other = random_weights(LLAMA), random_weights(LLAMA, seed=1)
-    compute, tokens = Counted(params), random_tokens(2, 9)
-    cache(tmp_path, params).view(compute, tokens)
-    cache(tmp_path, params).view(compute, random_tokens(2, 9, seed=1))
-    cache(tmp_path, other).view(compute, tokens)
-    cache(tmp_path, params, taps=(1,)).view(compute, tokens)
-    cache(tmp_path, params).view(compute, tokens, np.minimum(tokens, 1))
-    assert compute.count == 5
-
-
 def test_a_target_is_the_same_whether_its_weights_are_hashed_whole_or_in_parts(monkeypatch):
     target = {"w": jax.numpy.arange(14.0).reshape(7, 2)}
     whole = view_cache._fingerprint(target, LLAMA, TAPS)
