@@ -376,11 +376,7 @@ def audit_summary(results: Sequence[CellResult]) -> list[dict[str, Any]]:
     """Returns what the audits of each greedy result found, for report.json."""
     return [
         {
-            "method": r.cell.method,
-            "k": r.cell.k,
-            "tree": r.cell.tree,
-            "temperature": r.cell.temperature,
-            "dtype": r.cell.dtype,
+            **r.cell._asdict(),
             "rows": r.rows,
             "batch": r.batch,
             "identical": r.identical_rows,

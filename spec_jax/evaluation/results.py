@@ -275,7 +275,6 @@ class CellResult:
             "finish_reasons": dict(self.finish_reasons),
             **self.stats.to_dict(),
             "tokens_per_s": self.tokens_per_s,
-            "compile_s": self.stats.compile_s,
             "tau_interval": self.tau.bounds,
             "accept_intervals": [x.bounds for x in self.acceptance],
             "categories": {n: x.to_dict() for n, x in self.categories.items()},

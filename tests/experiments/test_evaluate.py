@@ -90,17 +90,13 @@ def test_a_head_is_compared_with_the_best_and_with_its_teacher_forced_acceptance
     assert np.nanmax(np.abs(gaps)) < 0.01
 
 
-def test_batch_sizes_are_sorted_and_each_is_measured_once(config):
+def test_batch_sizes_are_sorted_and_hold_no_more_rows_than_there_are_prompts(config):
     other = config.copy_and_resolve_references()
     other.batches = (16, 1, 16)
     assert resolve(other).batches == (1, 16)
-
-
-def test_a_batch_holds_no_more_rows_than_there_are_prompts(config):
     assert fitting((1, 4, 16), 16) == ((1, 4, 16), [])
     batches, (note, _) = fitting((1, 4, 16, 64), 9)
     assert batches == (1, 4, 9) and "batches of 16 are of 9, since there are 9 prompts" in note
-    other = config.copy_and_resolve_references()
     other.update({"drafts": "ngram", "batches": (2, 8)})
     setup = Setup.of(other)
     assert setup.config.batches == (2, 3) and "batches of 8 are of 3" in setup.notes[-1]

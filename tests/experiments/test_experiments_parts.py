@@ -61,11 +61,8 @@ def test_tables_and_conclusions_say_what_was_found():
     assert "not significant" in summary.conclusions([near])[0]
     assert "Nothing beat plain decoding at T=0; closest: d" in summary.conclusions([slower])[0]
     missing = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
-    lossy = result("l", rule="typical-acceptance", is_lossless=False, identical_rows=None)
-    lines = summary.results_table([fast, missing, lossy]).text().splitlines()
-    column = lines[0].index("identical")
-    assert [line[column:] for line in lines[2:]] == ["yes", "no (3/4 rows)", "– (lossy)"]
-    assert ".50 –" in lines[3] and "nan" not in "".join(lines)
+    text = summary.results_table([fast, missing]).text()
+    assert "no (3/4 rows)" in text and ".50 –" in text and "nan" not in text
 
     tie = RowAudit(2, "rounding", at=7, tokens=(5, 6), gap=0.003, rounding=0.002)
     bug = dataclasses.replace(tie, verdict="bug", gap=0.5)

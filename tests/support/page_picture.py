@@ -18,7 +18,7 @@ from support.browser import browse
 
 WIDTH = 1240
 _TOKENS = """
-for (const part of document.querySelectorAll("header, nav, main > section:not(#tokens)")) {
+for (const part of document.querySelectorAll("header, nav, main > :not(#tokens)")) {
   part.remove();
 }
 const press = (element, key) => element.dispatchEvent(
