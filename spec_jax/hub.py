@@ -6,6 +6,7 @@ whether the network may be used, and who is logged in.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 import re
@@ -37,30 +38,25 @@ def is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
-def cached_directory(
-    name: str, *, cache_dir: str | pathlib.Path | None = None
-) -> pathlib.Path | None:
+def cached_directory(name: str) -> pathlib.Path | None:
     """Returns the directory of what the cache holds of a repository; None if it holds nothing.
 
     Args:
       name: any text; of a repository, see ``directory_of``.
-      cache_dir: of the hub's cache; by default its own.
     """
     found = _ID.fullmatch(name)
     if found is None:
         return None
-    where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
+    repo, revision = found["repo"], found["revision"]
     try:
         import huggingface_hub as hub
 
-        return pathlib.Path(hub.snapshot_download(**where, local_files_only=True))
+        return pathlib.Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
     except Exception:  # versions of the hub raise errors of many types
         return None
 
 
-def directory_of(
-    name: str, *, has_weights: bool = True, cache_dir: str | pathlib.Path | None = None
-) -> pathlib.Path:
+def directory_of(name: str, *, has_weights: bool = True) -> pathlib.Path:
     """Returns the local directory of a repository's files: cached, or else downloaded.
 
     Only the files that are needed are downloaded: config, tokenizer, chat templates and
@@ -70,7 +66,6 @@ def directory_of(
     Args:
       name: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
       has_weights: whether the weights are needed too, or the config alone.
-      cache_dir: of the hub's cache; by default its own.
 
     Raises:
       WeightsError: it is neither in the cache nor can it be downloaded; the message has the
@@ -88,31 +83,31 @@ def directory_of(
         raise WeightsError(
             f"{name!r} is not an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B"
         )
-    where = {"repo_id": found["repo"], "revision": found["revision"], "cache_dir": cache_dir}
-    choices = _WEIGHTS if has_weights else (("config.json", "", ""),)
-    common = BESIDE_WEIGHTS if has_weights else BESIDE_WEIGHTS[:2]
-
-    def download(weights, **options) -> pathlib.Path:
-        patterns = [*common, *filter(None, weights)]
-        return pathlib.Path(hub.snapshot_download(**where, allow_patterns=patterns, **options))
-
+    repo, revision = found["repo"], found["revision"]
     refusals: list[str] = []
-    for weights in choices:
-        try:
-            directory = download(weights, local_files_only=True)
-        except Exception:  # versions of the hub raise errors of many types
-            continue
-        if _is_whole(directory, weights, refusals):
+
+    def download(**options) -> tuple[pathlib.Path, bool]:
+        """The directory, and whether it has config.json and all files of some weights."""
+        for weights in _WEIGHTS if has_weights else (("config.json", "", ""),):
+            patterns = [*BESIDE_WEIGHTS[: None if has_weights else 2], *filter(None, weights)]
+            options |= {"revision": revision, "allow_patterns": patterns}
+            directory = pathlib.Path(hub.snapshot_download(repo, **options))
+            if _is_whole(directory, weights, refusals):
+                return directory, True
+        return directory, False
+
+    with contextlib.suppress(Exception):  # versions of the hub raise errors of many types
+        directory, is_whole = download(local_files_only=True)
+        if is_whole:
             return directory
     try:
         _log.info("%s is not in the cache of the Hugging Face hub: it is downloaded", name)
-        for weights in choices:
-            directory = download(weights)
-            if _is_whole(directory, weights, refusals):
-                return directory
+        directory, is_whole = download()
     except Exception as error:
-        raise WeightsError(_why(found["repo"], found["revision"], error)) from error
-    remedy = f"if the download was cut off, run `{_command(found['repo'], found['revision'])}`"
+        raise WeightsError(_why(repo, revision, error)) from error
+    if is_whole:
+        return directory
+    remedy = f"if the download was cut off, run `{_command(repo, revision)}`"
     if "gguf" in name.lower():
         remedy = "GGUF is not read: name the repository that it was made from"
     if refusals:

@@ -90,7 +90,7 @@ def test_what_is_in_the_cache_is_loaded_without_a_network(cache, model, monkeypa
 def test_a_revision_is_a_branch_or_a_commit(cache, model):
     first = put(cache, "owner/tiny", model)
     second = put(cache, "owner/tiny", model, OTHER, "v1.0")
-    assert hub.directory_of("owner/tiny", cache_dir=cache) == first
+    assert hub.directory_of("owner/tiny") == first
     assert hub.cached_directory("owner/tiny") == first
     assert hub.cached_directory("owner/other") is hub.cached_directory("no id") is None
     assert hub.directory_of("owner/tiny@v1.0") == hub.directory_of(f"owner/tiny@{OTHER}") == second
