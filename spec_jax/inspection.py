@@ -7,20 +7,21 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from spec_jax.drafters import registry
 from spec_jax.drafters.mtp.kind import holds_modules
-from spec_jax.errors import SpecJaxError, WeightsError
+from spec_jax.errors import SpecJaxError
 from spec_jax.loading import find_directory
 from spec_jax.models.checks import is_integer, shown
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import foreign_files, read_json
 from spec_jax.models.float8 import SCALE
 from spec_jax.models.params import declared, num_params
+from spec_jax.models.shards import INDEX, SINGLE
 from spec_jax.models.tensors import check_layers, open_tensors, stored_names, unfused, unread_index
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -40,7 +41,6 @@ _SHAPE = {  # keys of a config.json that say what a model is, and what they are 
     "block_size": "tokens of a block",
     "max_position_embeddings": "maximum length",
 }
-_PICKLES = "pytorch_model*.bin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,100 +91,85 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
       WeightsError: there is no such directory, or a file in it is damaged.
     """
     directory = find_directory(name_or_path)
-    files = [path for path in directory.iterdir() if path.is_file()]
     shapes, notes = _headers(directory)
     hf = read_json(directory / "config.json") if (directory / "config.json").exists() else {}
-    config = None
     kind = "weights" if shapes else "no checkpoint"
-    refused = None
+    config = refused = None
     if hf and shapes:
-        kind, config, refused = _kind(directory, len(shapes), notes)
+        found, error = _attempt(registry.detect, directory)
+        if error is not None:
+            notes.append(error)
+        elif found.head is not None:
+            kind = found.name
+            notes.append("load_draft(…, target) reads it, for a target of its width and vocabulary")
+        else:
+            kind = "model"
+            config, refused = _attempt(_config, directory, len(shapes))
     elif hf:
-        refused = _read(directory)[1]
+        _, refused = _attempt(_config, directory, 0)
         notes.append(f"config.json says model_type {hf.get('model_type')!r}; no weights to read")
     facts = _shape(hf, config)
-    tokenizer = _tokenizer(directory, notes)
-    if tokenizer is not None:
-        kind = "tokenizer" if kind == "no checkpoint" else kind
-        facts |= _tokens(tokenizer, config)
+    if (directory / "tokenizer.json").exists():
+        tokenizer, error = _attempt(Tokenizer.from_directory, directory)
+        notes += [] if error is None else [error]
+        if tokenizer is not None:
+            kind = "tokenizer" if kind == "no checkpoint" else kind
+            facts |= _tokens(tokenizer, config)
     if config is not None:
         facts["tied embeddings"] = "yes" if config.tie_word_embeddings else "no"
         if holds_modules(hf, frozenset(shapes)):
             notes.append("it holds MTP modules; load_mtp(…, target) reads them")
         notes += _compare(config, shapes)
-
-    def is_float(dtype):
-        return dtype != "bool" and not dtype.startswith(("int", "uint"))
-
-    def is_kept(name, dtype):
-        return is_float(dtype) and not name.endswith(SCALE)
-
-    kept = {name: x for name, x in shapes.items() if is_kept(name, x[1])}
-    counted = sum(math.prod(shape) for shape, _ in kept.values())
-    return Inspection(
-        str(name_or_path),
-        directory,
-        kind,
-        counted if shapes else None,
-        dict(collections.Counter(dtype for _, dtype in shapes.values())),
-        sum(path.stat().st_size for path in files),
-        facts,
-        tuple(notes),
-        refused,
+    counted = sum(
+        math.prod(shape)
+        for name, (shape, dtype) in shapes.items()
+        if not dtype.startswith(("int", "uint", "bool")) and not name.endswith(SCALE)
     )
+    return Inspection(
+        name=str(name_or_path),
+        directory=directory,
+        kind=kind,
+        num_params=counted if shapes else None,
+        dtypes=dict(collections.Counter(dtype for _, dtype in shapes.values())),
+        num_bytes=sum(path.stat().st_size for path in directory.iterdir() if path.is_file()),
+        facts=facts,
+        notes=tuple(notes),
+        refused=refused,
+    )
+
+
+def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    """What a call returns, and None; or None, and the message of its error."""
+    try:
+        return call(*args), None
+    except SpecJaxError as error:
+        return None, str(error)
+
+
+def _config(directory: pathlib.Path, num_tensors: int) -> AnyConfig:
+    config = read_config(directory)
+    if num_tensors:
+        check_layers(directory, config.num_hidden_layers, num_tensors)
+    return config
 
 
 def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
     """Returns shape and dtype of every safetensors tensor by name, and notes."""
-    is_whole = any(
-        (directory / name).exists()
-        for name in ("model.safetensors", "model.safetensors.index.json")
-    )
-    if not is_whole:
-        pickles = sorted(path.name for path in directory.glob(_PICKLES))
-        if pickles:
-            return {}, [
-                f"the weights are files of torch ({', '.join(pickles[:3])}), which are "
-                "loaded where torch is, and not counted here"
-            ]
-        why = foreign_files(directory).removeprefix(": ")
-        return {}, [why or "there are no weights"]
+    if not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        pickles = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
+        note = f"the weights are files of torch ({', '.join(pickles[:3])}), which are loaded where "
+        note += "torch is, and not counted here"
+        why = foreign_files(directory).removeprefix(": ") or "there are no weights"
+        return {}, [note if pickles else why]
     found = {}
     with contextlib.ExitStack() as stack:
         reader = open_tensors(directory, stack)
         for name in sorted(reader.left):
-            try:
-                tensor = reader.tensor(name)
-                found[name] = tensor.shape, np.dtype(tensor.dtype).name
-            except WeightsError as error:  # a dtype that is not known
-                return found, [str(error)]
+            tensor, error = _attempt(reader.tensor, name)
+            if error is not None:  # a dtype that is not known
+                return found, [error]
+            found[name] = tensor.shape, np.dtype(tensor.dtype).name
     return found, [*unread_index(directory)]
-
-
-def _kind(
-    directory: pathlib.Path, num_tensors: int, notes: list[str]
-) -> tuple[str, AnyConfig | None, str | None]:
-    """Returns what loads it, the config of a model, and why a model is refused."""
-    try:
-        kind = registry.detect(directory)
-    except SpecJaxError as error:
-        notes.append(str(error))
-        return "weights", None, None
-    if kind.head is not None:
-        notes.append("load_draft(…, target) reads it, for a target of its width and vocabulary")
-        return kind.name, None, None
-    return "model", *_read(directory, num_tensors)
-
-
-def _read(directory: pathlib.Path, num_tensors: int = 0) -> tuple[AnyConfig | None, str | None]:
-    """Returns the config of a model, or why it is refused: its family, its values."""
-    try:
-        config = read_config(directory)
-        if num_tensors:
-            check_layers(directory, config.num_hidden_layers, num_tensors)
-        return config, None
-    except SpecJaxError as error:
-        return None, str(error)
 
 
 def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
@@ -203,16 +188,6 @@ def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
         size = said["vocab_size"]
         facts["vocabulary"] = f"{f'{size:,}' if is_integer(size) else shown(size)} ids"
     return facts
-
-
-def _tokenizer(directory: pathlib.Path, notes: list[str]) -> Tokenizer | None:
-    if not (directory / "tokenizer.json").exists():
-        return None
-    try:
-        return Tokenizer.from_directory(directory)
-    except SpecJaxError as error:
-        notes.append(str(error))
-        return None
 
 
 def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
@@ -240,18 +215,10 @@ def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
     }
     if config.tie_word_embeddings:
         asked.discard("lm_head.weight")
-    missing = sorted(asked - names)
-    others = sorted(names - asked)
-
-    def some(names):
-        return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-    notes = []
-    if missing:
-        notes.append(f"tensors are missing, {len(missing)}: {some(missing)}")
-    if others:
-        notes.append(
-            f"tensors beside the {num_params(config):,} parameters that config.json asks "
-            f"for, {len(others)}: {some(others)}"
-        )
-    return notes
+    others = f"tensors beside the {num_params(config):,} parameters that config.json asks for"
+    lists = {"tensors are missing": asked - names, others: names - asked}
+    return [
+        f"{what}, {len(found)}: {', '.join(sorted(found)[:3])}{', …' if len(found) > 3 else ''}"
+        for what, found in lists.items()
+        if found
+    ]
