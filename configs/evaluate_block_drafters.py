@@ -7,7 +7,7 @@
 
 One run compares chains with trees, `block` and `traversal` with `residual`, and shows what follows
 an accepted sibling, where drafts that do not know each other are often wrong. A head without its
-step, as runs/dspark_base, is made by `without_step(head)` of `spec_jax.drafters.block.checkpoint`.
+step, as runs/dspark_base, is made by `without_step(head)` of `spec_jax.drafters.block.steps`.
 It drafts the likeliest tokens, as DFlash does; with --config.draft_temperature=1 all heads sample.
 
 Cost: about ten minutes for two heads on two CPU cores, most of it compilation. Expected: the step

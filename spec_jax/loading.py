@@ -201,7 +201,7 @@ def load_draft(
         raise ConfigError(
             f"method {kind.name!r} has no weights to load: the format of its kind has no `read`"
         )
-    in_parts = mesh is not None and kind.format.reads_in_parts
+    in_parts = mesh is not None and kind.format.reads_sharded
     where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)
     head = kind.format.read(directory, as_stated, dtype, **where, **overrides)

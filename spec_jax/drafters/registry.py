@@ -64,8 +64,8 @@ class DraftPass(NamedTuple):
       count: how many there are.
       part: the key of ``HeadSpec.parts`` whose weights and cache it goes through; None: the
         first.
-      unread: patterns, as of ``fnmatch``, of the names of that part's weights that it does not
-        read. Names of nested tables are joined by dots, as in "layers.0.q".
+      skipped_weights: patterns, as of ``fnmatch``, of the names of that part's weights that it
+        does not read. Names of nested tables are joined by dots, as in "layers.0.q".
       attends: it reads the cache; a pass that only writes keys and values does not.
     """
 
@@ -74,19 +74,19 @@ class DraftPass(NamedTuple):
     scored: int
     count: int = 1
     part: str | None = None
-    unread: tuple[str, ...] = ()
+    skipped_weights: tuple[str, ...] = ()
     attends: bool = True
 
 
 def level_passes(
-    num_draft: int, tree: AnyTree | None, unread: tuple[str, ...] = ()
+    num_draft: int, tree: AnyTree | None, skipped_weights: tuple[str, ...] = ()
 ) -> tuple[DraftPass, ...]:
     """Returns the passes of a round after the one that scores the first level.
 
     Args:
       num_draft: K; of a tree, the number of its nodes.
       tree: the shape of the drafts; None: a chain.
-      unread: see ``DraftPass``.
+      skipped_weights: see ``DraftPass``.
     """
     if tree is None:
         widths = [1] * (num_draft - 1)
@@ -96,16 +96,19 @@ def level_passes(
         inner = [tree.depths[node] for node in set(tree.parents) - {0}]
         widths = [inner.count(depth) for depth in range(1, tree.depth)]
     groups = itertools.groupby(widths)
-    return tuple(DraftPass("draft", n, n, len([*same]), unread=unread) for n, same in groups)
+    return tuple(
+        DraftPass("draft", n, n, len([*same]), skipped_weights=skipped_weights)
+        for n, same in groups
+    )
 
 
 def recycled_passes(
-    config: Any, num_draft: int, tree: AnyTree | None, unread: tuple[str, ...] = ()
+    config: Any, num_draft: int, tree: AnyTree | None, skipped_weights: tuple[str, ...] = ()
 ) -> tuple[DraftPass, ...]:
     """Returns the passes of a head that drafts from its own states: a refresh, then the levels."""
     del config
     width = 1 + (num_draft if tree is None else tree.depth)
-    return (DraftPass("refresh", width, 1), *level_passes(num_draft, tree, unread))
+    return (DraftPass("refresh", width, 1), *level_passes(num_draft, tree, skipped_weights))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +233,7 @@ class DraftFormat:
         these names holds such a draft.
       read: ``(directory, target, dtype, **overrides) -> LoadedHead``, ``target`` being the
         ``LoadedModel`` that it drafts for; None: heads of the kind are made, not loaded.
-      reads_in_parts: ``read`` also takes the keywords ``mesh`` and ``axis_rules`` and places the
+      reads_sharded: ``read`` also takes the keywords ``mesh`` and ``axis_rules`` and places the
         weights there; heads of other kinds are read whole before they are placed.
       write: ``(head, directory, target, *, format, dtype, num_speculative_tokens)``, the opposite;
         ``format`` may be None.
@@ -240,7 +243,7 @@ class DraftFormat:
 
     detect: Callable[[Mapping[str, Any], AbstractSet[str]], bool] = lambda hf, names: False
     read: Callable[..., Any] | None = None
-    reads_in_parts: bool = False
+    reads_sharded: bool = False
     write: Callable[..., None] | None = None
     pick: Callable[..., str | None] = lambda config, target, format, num_tokens: format
 

@@ -101,7 +101,9 @@ def round_work(
         raise ConfigError(f"draft is {draft!r}; expected the config of a model or a head")
     passes = [verify]
     for one in kind.drafting.round_passes(draft, num_draft, tree):
-        stack = Stack.of(draft, setting, is_draft=True, part=one.part, unread=one.unread)
+        stack = Stack.of(
+            draft, setting, is_draft=True, part=one.part, skipped_weights=one.skipped_weights
+        )
         scorer = stack if stack.head else own
         work = stack.run(setting, one.width, one.scored, scorer, attends=one.attends)
         passes.append(Pass(one.name, one.count, work))

@@ -179,7 +179,7 @@ class Stack:
         *,
         is_draft: bool = False,
         part: str | None = None,
-        unread: tuple[str, ...] = (),
+        skipped_weights: tuple[str, ...] = (),
     ) -> Stack:
         """Counts a model, or a head of any registered kind.
 
@@ -188,11 +188,11 @@ class Stack:
           setting: its mesh and dtype count.
           is_draft: whether it lies as drafts do.
           part: of a head that has several, see ``HeadSpec.parts``; None: the first.
-          unread: patterns of the names of weights that are not read, see ``DraftPass``.
+          skipped_weights: patterns of the names of weights that are not read, see ``DraftPass``.
         """
         is_replicated = is_draft and setting.is_draft_replicated
         mesh = setting.abstract_mesh
-        return _stack(config, mesh, is_replicated, setting.dtype, part, unread)
+        return _stack(config, mesh, is_replicated, setting.dtype, part, skipped_weights)
 
     @property
     def num_params(self) -> int:
@@ -281,7 +281,7 @@ def _stack(
     is_replicated: bool,
     dtype: str,
     part: str | None,
-    unread: tuple[str, ...],
+    skipped_weights: tuple[str, ...],
 ) -> Stack:
     axis_rules = REPLICATED if is_replicated else SHARDED
     head_spec = kind_of_draft(config).head
@@ -293,7 +293,7 @@ def _stack(
         parts = head_spec.parts_of(config)
         table = flat_table(parts[next(iter(parts)) if part is None else part])
         for name, p in table.items():
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in unread):
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in skipped_weights):
                 outer[name] = p
     head = outer.pop("head", None)
     embed = outer.pop("embed", None)

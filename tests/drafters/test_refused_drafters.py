@@ -84,7 +84,7 @@ def kind(draft="head", drafter=None, has_head=False):
 REFUSED = [
     (lambda: suffix(suffix_max_depth=0), "suffix.max_depth is 0; expected an integer of 1 or more"),
     (lambda: suffix(suffix_history_tokens=-1), "suffix.history_tokens"),
-    (lambda: suffix(suffix_min_prob=1.5), r"suffix.min_prob is 1.5; expected a number in \[0, 1\]"),
+    (lambda: suffix(suffix_min_prob=1.5), r"suffix.min_prob is 1.5; expected a number from 0 to 1"),
     (lambda: suffix(suffix_max_factor=-1.0), "suffix.max_factor"),
     (lambda: suffix(suffix_max_offset=float("nan")), "suffix.max_offset"),
     (lambda: suffix(tree=(2, 1)), "'suffix' drafts chains"),

@@ -29,7 +29,6 @@ from experiments.comparison.session import notes_of_machines
 from experiments.comparison.setup import Setup, resolve
 from experiments.run.journal import Journal
 from spec_jax.data import python_source
-from spec_jax.drafters.eagle.checkpoint import write_head
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
@@ -37,7 +36,7 @@ from spec_jax.evaluation.bench import Run
 from spec_jax.evaluation.compare import CellRun
 from spec_jax.evaluation.prompts import fitting
 from spec_jax.evaluation.results import Counts
-from spec_jax.loading import random_head
+from spec_jax.loading import load_model, random_head
 
 
 class Row(NamedTuple):
@@ -52,7 +51,7 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     shape = experiment_files(folder, LLAMA)
     head = random_head(EagleConfig.of_target(shape, 1), jax.random.key(1))
-    write_head(folder / "head", head.config, head.params, format="EAGLE-1", target_config=shape)
+    head.save(folder / "head", load_model(folder / "target"), format="EAGLE-1")
     prompts = ({"prompt": held_out(1)[0][i : i + 9]} for i in (0, 40, 90))
     write_lines(folder / "prompts.jsonl", prompts)
     config = evaluate_zoo.get_config()

@@ -10,15 +10,16 @@ import re
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.published_heads import TARGET, write_head
+from support.published_heads import MODEL, write_head
 from support.tiny_models import BAMBA, DEEPSEEK, LLAMA, MAMBA2, QWEN2, QWEN3_NEXT, random_weights
 from support.tiny_tokenizers import letters
 
+from spec_jax import load_head, load_mtp
 from spec_jax.data.records import read_records
-from spec_jax.drafters.eagle.checkpoint import read_head
-from spec_jax.drafters.mtp.checkpoint import read_mtp
 from spec_jax.errors import ConfigError, SpecJaxError, WeightsError
 from spec_jax.inspection import inspect
+from spec_jax.loading import LoadedModel
+from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.families import family_of_type, read_config
 from spec_jax.models.shards import INDEX, SINGLE
@@ -222,7 +223,7 @@ def test_a_head_of_impossible_sizes_is_refused(tmp_path, name):
         hf.pop("rope_parameters", None)
         (tmp_path / "config.json").write_text(json.dumps(hf))
         with pytest.raises(ConfigError, match=rf"config\.json: .*{key}.* {re.escape(repr(value))}"):
-            read_head(tmp_path, TARGET)
+            load_head(tmp_path, MODEL)
 
 
 @pytest.mark.parametrize("count", [10**9, -1, True, 1.0, "1"])
@@ -231,8 +232,9 @@ def test_modules_that_are_not_there_are_refused(tmp_path, count):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     tensors = {"model.mtp_layers.0.x": np.zeros(1), f"model.layers.{'9' * 5000}.x": np.zeros(1)}
     save_file(tensors, tmp_path / SINGLE)
+    target = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
     with pytest.raises(SpecJaxError, match=f"(num_nextn_predict_layers|num_modules) is {count!r}"):
-        read_mtp(tmp_path, LLAMA)
+        load_mtp(tmp_path, target)
 
 
 FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX]

@@ -1,7 +1,6 @@
 """Agreement with the ``speculators`` package: a head that we export is there the same head."""
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from speculators_models import load_theirs
 from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
 
 from spec_jax import load_head, load_model
-from spec_jax.drafters.eagle.checkpoint import write_head
 from spec_jax.drafters.eagle.model import (
     EagleConfig,
     forward,
@@ -71,9 +69,7 @@ def target_path(tmp_path_factory):
 
 
 def export(head, directory, target_path):
-    embed, verifier = random_weights(TARGET)["embed"], os.fspath(target_path)
-    options = {"target_config": TARGET, "target_embed": embed, "verifier": verifier}
-    write_head(directory, head.config, head.params, format="speculators", **options)
+    head.save(directory, load_model(target_path), format="speculators")
 
 
 def their_logits(model, features, tokens):

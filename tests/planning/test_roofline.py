@@ -67,7 +67,10 @@ def works(one):
 def test_passes_feed_what_the_drafters_feed():
     setting = Setting(context=100)
     run = lambda stack, *args: stack.run(setting, *args)
-    target, again = Stack.of(TARGET, setting), Stack.of(EAGLE, setting, unread=("fc", "input_norm"))
+    target, again = (
+        Stack.of(TARGET, setting),
+        Stack.of(EAGLE, setting, skipped_weights=("fc", "input_norm")),
+    )
     head = Stack.of(EAGLE, setting)
     one = round_work(TARGET, EAGLE, 3, setting)
     passes = works(one)

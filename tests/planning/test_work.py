@@ -220,7 +220,7 @@ def test_head_reads_the_targets_states_once_a_round():
     whole = Stack.of(config, Setting())
     sizes = {name: math.prod(p.shape) for name, p in head_table(config).items()}
     assert whole.num_params == sum(sizes.values())
-    again = Stack.of(config, Setting(), unread=("fc", "input_norm"))
+    again = Stack.of(config, Setting(), skipped_weights=("fc", "input_norm"))
     assert whole.num_params - again.num_params == sizes["fc"] == 3 * 4096 * 4096
     module = MtpConfig.of_target(PRESETS["qwen3-8b"])
     assert Stack.of(module, Setting(), part="0") == Stack.of(module, Setting())

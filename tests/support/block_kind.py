@@ -84,8 +84,10 @@ KIND = DrafterKind(
     drafting=Drafting(
         drafter=lambda draft, target, config: block_drafter(draft.config, target),
         passes=lambda config, num_draft, tree: (
-            DraftPass("refresh", num_draft + 1, 0, unread=("norm", *UNUSED), attends=False),
-            DraftPass("draft", num_draft, num_draft, unread=("fc",)),
+            DraftPass(
+                "refresh", num_draft + 1, 0, skipped_weights=("norm", *UNUSED), attends=False
+            ),
+            DraftPass("draft", num_draft, num_draft, skipped_weights=("fc",)),
         ),
     ),
     head=HeadSpec(config_class=BlockConfig, table=table),

@@ -14,8 +14,8 @@ from support.numpy_layers import np_mlp, np_norm, np_rope
 from support.tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decoding
-from spec_jax.drafters.mtp.checkpoint import write_mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp, mtp_table
+from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
 
@@ -70,7 +70,8 @@ def write_with_modules(directory, target, tokenizer=None, **changes):
     """Writes a model and its modules as published, in one directory; returns the modules."""
     config = MtpConfig.of_target(target, **changes)
     weights, file = modules_of(config), directory / "model.safetensors"
-    write_mtp(directory, config, weights, target_config=target)
+    model = LoadedModel("target", transformer.model(target), {}, config=target)
+    LoadedHead("modules", config, weights).save(directory, model)
     tensors = load_file(file)
     save_pretrained(directory, random_weights(target), target, tokenizer)
     save_file(tensors | load_file(file), file)

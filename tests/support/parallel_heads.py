@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from support.tiny_models import LLAMA, random_tensor, random_weights
 
-from spec_jax.drafters.eagle.formats import file_names
+from spec_jax.drafters.eagle.formats import EAGLE_FORMATS
 from spec_jax.drafters.eagle.model import PEagleConfig
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.models import transformer
@@ -41,7 +41,7 @@ HEADS = {
 def tensors_of(config, seed=0):
     """Random published tensors by name, stored ``[out, in]``."""
     shape = lambda spec: spec.shape[::-1] if spec.is_linear else spec.shape
-    specs = file_names(config, "layers.0.").values()
+    specs = EAGLE_FORMATS.names(config, "speculators", 0).values()
     return {name: 1.5 * random_tensor(name, shape(spec), seed) for name, spec in specs}
 
 
@@ -49,7 +49,7 @@ def head_of(config, seed=0):
     """The head of ``tensors_of``."""
     tensors = tensors_of(config, seed)
     turned = lambda name, spec: tensors[name].T if spec.is_linear else tensors[name]
-    names = file_names(config, "layers.0.").items()
+    names = EAGLE_FORMATS.names(config, "speculators", 0).items()
     params = nest({ours: jnp.asarray(turned(*stored)) for ours, stored in names})
     if (size := config.layer.vocab_size) < config.target_vocab_size:
         params["d2t"] = jnp.asarray(IDS - np.arange(size), jnp.int32)

@@ -7,7 +7,6 @@ import functools
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.block import model
-from spec_jax.drafters.block.checkpoint import read_head, write_head
 from spec_jax.drafters.block.config import (
     BlockConfig,
     DFlash2Config,
@@ -15,15 +14,8 @@ from spec_jax.drafters.block.config import (
     DSparkConfig,
     TreeFlashConfig,
 )
-from spec_jax.drafters.block.formats import SIZES_2, find_kind, formats_of, pick_format
-from spec_jax.drafters.registry import (
-    DrafterKind,
-    DraftFormat,
-    Drafting,
-    DraftPass,
-    HeadSpec,
-    Training,
-)
+from spec_jax.drafters.block.formats import BLOCK_FORMATS, SIZES_2, find_kind, formats_of
+from spec_jax.drafters.registry import DrafterKind, Drafting, DraftPass, HeadSpec, Training
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
 from spec_jax.tree import AnyTree
@@ -39,18 +31,28 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
     TreeFlash's steps score what the block would: the target's output head is read once a draft.
     """
     levels = num_draft if tree is None else tree.depth
-    unread = ("norm", *_STEP, *(f"layers.*.{name}" for name in _BLOCK))
-    inject = DraftPass("refresh", levels + 1, 0, unread=unread, attends=False)
+    skipped_weights = ("norm", *_STEP, *(f"layers.*.{name}" for name in _BLOCK))
+    inject = DraftPass("refresh", levels + 1, 0, skipped_weights=skipped_weights, attends=False)
     is_scored = isinstance(config, TreeFlashConfig)
     scored = 0 if is_scored else levels
-    block = DraftPass("draft", config.block_width(levels), scored, unread=(*_CONTEXT, *_STEP))
+    block = DraftPass(
+        "draft", config.block_width(levels), scored, skipped_weights=(*_CONTEXT, *_STEP)
+    )
     if isinstance(config, DFlashConfig):
         return inject, block
-    unread = (*_CONTEXT, "norm", "layers.*", "step.embed", "step.*cessor")  # rows are looked up
+    skipped_weights = (
+        *_CONTEXT,
+        "norm",
+        "layers.*",
+        "step.embed",
+        "step.*cessor",
+    )  # rows are looked up
     return (
         inject,
         block,
-        DraftPass("draft", 1, int(is_scored), levels, unread=unread, attends=False),
+        DraftPass(
+            "draft", 1, int(is_scored), levels, skipped_weights=skipped_weights, attends=False
+        ),
     )
 
 
@@ -81,12 +83,7 @@ def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
             table=model.block_table,
             has_panels=lambda config: family_of(config.layer).has_panels,
         ),
-        format=DraftFormat(
-            detect=lambda hf, names: find_kind(hf, names) == config_class.name,
-            read=read_head,
-            write=write_head,
-            pick=pick_format,
-        ),
+        format=BLOCK_FORMATS.draft_format(lambda hf, names: find_kind(hf, names) is config_class),
         training={
             config_class.name: Training(
                 objective=functools.partial(_objective, config_class.name),

@@ -6,6 +6,7 @@ so one function serves chains, trees, and texts whose tokens are all known.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from spec_jax.drafters.block.config import (
     DSparkConfig,
     TreeFlashConfig,
 )
+from spec_jax.drafters.loaded import LoadedHead
+from spec_jax.models.checks import require
 from spec_jax.models.layers import constrain_logits, embed_tokens, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 from spec_jax.sampling import top_k
@@ -198,3 +201,29 @@ STEPS = {
     DSparkConfig: Step(_markov_table, _markov),
     TreeFlashConfig: Step(_swiglu_table, _swiglu),
 }
+
+
+def without_step(head: LoadedHead) -> LoadedHead:
+    """Returns a head's block alone, as DFlash: drafts that do not know each other.
+
+    Beside the head it shows what the step contributes. ``save`` writes it as any other.
+
+    Args:
+      head: a DSpark or TreeFlash head.
+
+    Raises:
+      ConfigError: it is another kind of head.
+    """
+    require(
+        isinstance(head.config, (DSparkConfig, TreeFlashConfig)),
+        f"{head.name} has no step of DSpark or TreeFlash that could be left out",
+    )
+    own = {field.name for field in dataclasses.fields(DFlashConfig)}
+    kept = {name: value for name, value in vars(head.config).items() if name in own}
+
+    def is_block(name):
+        return name != "step" and not name.startswith("confidence")
+
+    params = {name: w for name, w in head.params.items() if is_block(name)}
+    name = f"{head.name} without its step"
+    return LoadedHead(name, DFlashConfig(**kept), params, stated_length=head.stated_length)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
-from spec_jax.drafters.common.formats import first_that_can_express
 from spec_jax.drafters.eagle import model, parallel
-from spec_jax.drafters.eagle.checkpoint import read_head, write_head
-from spec_jax.drafters.eagle.formats import SPECULATORS, formats_of, has_masks, head_json
+from spec_jax.drafters.eagle.formats import EAGLE_FORMATS, formats_of, has_masks
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
-from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.registry import (
     DrafterKind,
-    DraftFormat,
     Drafting,
     DraftPass,
     HeadSpec,
@@ -26,7 +21,6 @@ from spec_jax.drafters.registry import (
     recycled_passes,
 )
 from spec_jax.models.families import family_of
-from spec_jax.models.loaded import LoadedModel
 from spec_jax.tree import AnyTree
 
 # Keys and tensors of drafters that also join states by an ``fc`` and draft several tokens a pass:
@@ -51,36 +45,10 @@ def is_eagle(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
     return "fc.weight" in names and layers <= {"0"} and not is_other and not is_block
 
 
-def pick_format(
-    config: EagleConfig, target: LoadedModel, format: str | None, num_speculative_tokens: int
-) -> str:
-    """Returns the format to write a head in: the given one, or the first that can express it.
-
-    Raises:
-      ConfigError: no format can express this config.
-    """
-    names = (format,) if format else formats_of(config.version, config.is_parallel)
-
-    def write(name):
-        return head_json(config, name, target.config, num_speculative_tokens, target.name)
-
-    return first_that_can_express(names, write)
-
-
-def _write(
-    head: LoadedHead, directory: pathlib.Path, target: LoadedModel, *, format: str | None, **options
-) -> None:
-    format = pick_format(head.config, target, format, options["num_speculative_tokens"])
-    options |= {"format": format, "target_config": target.config, "verifier": target.name}
-    if format == SPECULATORS or head.config.is_parallel:
-        options["target_embed"] = target.params["embed"]
-    write_head(directory, head.config, head.params, **options)
-
-
 def _passes(config: EagleConfig, num_draft: int, tree: AnyTree | None):
     """Later passes of EAGLE-3 read the head's own states, so the target's are not joined again."""
-    unread = _JOIN if config.version == 3 else ()
-    return recycled_passes(config, num_draft, tree, unread)
+    skipped_weights = _JOIN if config.version == 3 else ()
+    return recycled_passes(config, num_draft, tree, skipped_weights)
 
 
 def _parallel_passes(config: PEagleConfig, num_draft: int, tree: AnyTree | None):
@@ -90,9 +58,9 @@ def _parallel_passes(config: PEagleConfig, num_draft: int, tree: AnyTree | None)
     """
     levels = num_draft if tree is None else tree.depth
     if levels == 1:
-        return (DraftPass("refresh", 2, 1, unread=("mask_hidden",)),)
-    refresh = DraftPass("refresh", levels + 1, 0, unread=("mask_hidden", "norm", "head"))
-    return refresh, DraftPass("draft", levels - 1, levels, unread=_JOIN)
+        return (DraftPass("refresh", 2, 1, skipped_weights=("mask_hidden",)),)
+    refresh = DraftPass("refresh", levels + 1, 0, skipped_weights=("mask_hidden", "norm", "head"))
+    return refresh, DraftPass("draft", levels - 1, levels, skipped_weights=_JOIN)
 
 
 def _parallel_drafter(draft, target: Model, config: SpeculativeConfig) -> Drafter:
@@ -135,18 +103,6 @@ def _head(config_class: type[EagleConfig], functions=None) -> HeadSpec:
     )
 
 
-def _format(detect) -> DraftFormat:
-    return DraftFormat(
-        detect=detect,
-        read=lambda directory, target, dtype, **overrides: read_head(
-            directory, target.config, dtype, target_embed=target.params["embed"], **overrides
-        ),
-        reads_in_parts=True,
-        write=_write,
-        pick=pick_format,
-    )
-
-
 EAGLE = DrafterKind(
     name="eagle",
     drafting=Drafting(
@@ -154,7 +110,7 @@ EAGLE = DrafterKind(
         passes=_passes,
     ),
     head=_head(EagleConfig, model.eagle_head),
-    format=_format(is_eagle),
+    format=EAGLE_FORMATS.draft_format(is_eagle),
     training={
         "eagle1": _training("eagle1", 1),
         "eagle3": _training("eagle3", 3, "draft_vocab_size", "taps", *_NORMS),
@@ -165,7 +121,7 @@ PEAGLE = DrafterKind(
     name="peagle",
     drafting=Drafting(drafter=_parallel_drafter, passes=_parallel_passes),
     head=_head(PEagleConfig),
-    format=_format(lambda hf, names: has_masks(names)),
+    format=EAGLE_FORMATS.draft_format(lambda hf, names: has_masks(names)),
     training={
         "peagle": _training(
             "peagle",

@@ -81,6 +81,13 @@ class EagleConfig:
 
     def __post_init__(self):
         require(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
+        is_list = isinstance(self.taps, (tuple, list))
+        require(is_list, f"taps is {self.taps!r}; expected a tuple of layers")
+        object.__setattr__(self, "taps", tuple(self.taps))
+        for field in dataclasses.fields(EagleConfig)[5:]:
+            value = getattr(self, field.name)
+            is_flag = isinstance(value, bool)
+            require(is_flag, f"{field.name} is {value!r}; expected True or False")
         layers = self.layer.num_hidden_layers
         is_deep = layers == 1 or self.is_parallel
         require(is_deep, f"the head has {layers} layers; expected 1")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.formats import Reading
 from spec_jax.drafters.loaded import LoadedHead
-from spec_jax.drafters.mtp.checkpoint import read_mtp, write_mtp
-from spec_jax.drafters.mtp.formats import find_format
+from spec_jax.drafters.mtp.formats import MTP_FORMATS, TARGET_EMBED
 from spec_jax.drafters.mtp.model import MtpConfig, init_mtp, mtp, mtp_head, mtp_tables
 from spec_jax.drafters.registry import (
     DrafterKind,
-    DraftFormat,
     Drafting,
     DraftPass,
     HeadSpec,
@@ -24,10 +22,9 @@ from spec_jax.drafters.registry import (
 )
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.families import family_of
-from spec_jax.models.loaded import LoadedModel
 from spec_jax.tree import AnyTree
 
-_TARGET_EMBEDS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}
+_TARGET_EMBEDS = {TARGET_EMBED, "model.language_model.embed_tokens.weight"}
 
 
 def is_mtp(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
@@ -43,7 +40,7 @@ def holds_modules(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
       names: of the tensors.
     """
     try:
-        find_format(pathlib.Path(), hf, names)
+        MTP_FORMATS.find(Reading(hf, names, None))
     except (ConfigError, WeightsError):
         return False
     return True
@@ -56,11 +53,6 @@ def _drafter(draft: LoadedHead, target: Model, config: SpeculativeConfig) -> Dra
 
 def _head(config: MtpConfig, target: Model) -> Head | None:
     return mtp_head(config, target) if config.protocol == "recycled" else None
-
-
-def _write(head: LoadedHead, directory: pathlib.Path, target: LoadedModel, **options) -> None:
-    del options["num_speculative_tokens"]  # no format states it
-    write_mtp(directory, head.config, head.params, target_config=target.config, **options)
 
 
 def _passes(config: MtpConfig, num_draft: int, tree: AnyTree | None) -> list[DraftPass]:
@@ -94,14 +86,7 @@ MTP = DrafterKind(
         init=init_mtp,
         has_panels=lambda config: family_of(config.layer).has_panels,
     ),
-    format=DraftFormat(
-        detect=is_mtp,
-        read=lambda directory, target, dtype, **overrides: read_mtp(
-            directory, target.config, dtype, **overrides
-        ),
-        reads_in_parts=True,
-        write=_write,
-    ),
+    format=MTP_FORMATS.draft_format(is_mtp),
     training={
         "mtp": Training(
             objective=_objective,

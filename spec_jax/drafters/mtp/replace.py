@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import shutil
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from spec_jax.drafters.formats import End, Reading, differences
 from spec_jax.drafters.loaded import LoadedHead
-from spec_jax.drafters.mtp.checkpoint import OpenModules, open_modules, stored_tensors, targets_end
+from spec_jax.drafters.mtp.formats import MTP_FORMATS, targets_end
 from spec_jax.models.checks import require
-from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.files import write_once
 from spec_jax.models.shards import INDEX, SINGLE, Shards, weight_files
@@ -68,73 +67,74 @@ def replace_modules(
     with contextlib.ExitStack() as stack:
         shards = Shards(source, stack)
         modules = _open(source, head, target, stack)
-        new = dict(stored_tensors(head.config, head.params, modules.format, jnp.float32))
-        for end in _shared_ends(modules, head):
+        stored = MTP_FORMATS.stored(
+            head.config, head.params, modules.format, modules.num_layers, jnp.float32
+        )
+        new = dict(stored)
+        for end, names in _shared_ends(modules, head).items():
             original = shards.tensor(targets_end(end, shards.names())).read_whole()
-            new |= dict.fromkeys(modules.ends[end], original)
+            new |= dict.fromkeys(names, original)
         changed = _changed(shards, new)
         write_once(lambda: _write(directory, source, shards, changed))
 
 
 def _open(
     source: pathlib.Path, head: LoadedHead, target: AnyConfig, stack: contextlib.ExitStack
-) -> OpenModules:
+) -> Reading:
     """The modules of a directory, if these can take their place."""
     require(
         any((source / name).exists() for name in (SINGLE, INDEX)),
         f"{source} has no safetensors, in which modules could be replaced",
     )
-    modules = open_modules(source, target, stack)
-
-    def plain(config):
-        return dataclasses.replace(config, layer=with_attention(config.layer, "auto"))
-
-    ends = {f"has_own_{end}": _may_own(modules, end) for end in modules.ends}
-    stored = plain(modules.config)
-    custom = plain(head.config)
-    names = [field.name for field in dataclasses.fields(stored)]
-    others = [
-        name
-        for name in names
-        if getattr(custom, name) not in ends.get(name, (getattr(stored, name),))
-    ]
-    message = f"{source} holds MTP modules with another {', '.join(others)}; save these alone"
-    require(not others, message)
+    modules = MTP_FORMATS.open(source, target, stack, {})
+    ends = {end.field: _may_own(modules, end) for end in _ends(modules)}
+    differing = {name for name, *_ in differences(head.config, modules.config)} - ends.keys()
+    differing |= {name for name, may in ends.items() if getattr(head.config, name) not in may}
+    message = (
+        f"{source} holds MTP modules with another {', '.join(sorted(differing))}; save these alone"
+    )
+    require(not differing, message)
     for name in modules.tensors.left:
-        dtype = modules.shards.tensor(name).dtype
+        dtype = modules.files.tensor(name).dtype
         message = f"{source}: {name} is stored as {dtype.name}; save the modules alone"
         require(dtype.itemsize > 1, message)
-    for end in _shared_ends(modules, head):
-        modules.tensors.left.difference_update(modules.ends[end])
-    modules.weights(head.config, jnp.float32)
+    for names in _shared_ends(modules, head).values():
+        modules.tensors.left.difference_update(names)
+    MTP_FORMATS.weights(modules, head.config, jnp.float32)
     return modules
 
 
-def _may_own(modules: OpenModules, end: str) -> tuple[bool, ...]:
+def _ends(modules: Reading) -> list[End]:
+    """The modules' embeddings and output heads that the files have."""
+    ends = MTP_FORMATS.ends(modules.config, modules.format, modules.num_layers)
+    names = modules.names
+    return [end._replace(stored=tuple(n for n in end.stored if n in names)) for end in ends]
+
+
+def _may_own(modules: Reading, end: End) -> tuple[bool, ...]:
     """Whether modules in these files may have an end of their own, and whether they may not."""
-    names = modules.shards.names()
-    stored = modules.ends[end]
-    original = targets_end(end, names)
-    if not stored:
+    names = modules.files.names()
+    original = targets_end(end.weight, names)
+    if not end.stored:
         return (False,)
 
     def holds(name):  # also the target's own array, without loss
-        copy = modules.shards.tensor(name)
-        whole = modules.shards.tensor(original)
+        copy = modules.files.tensor(name)
+        whole = modules.files.tensor(original)
         is_wider = copy.dtype.itemsize > whole.dtype.itemsize
         return copy.shape == whole.shape and (is_wider or copy.dtype == whole.dtype)
 
-    is_copy = original in names and all(map(holds, stored))
+    is_copy = original in names and all(map(holds, end.stored))
     return (True, False) if is_copy else (True,)
 
 
-def _shared_ends(modules: OpenModules, head: LoadedHead) -> list[str]:
-    """The ends that these modules share with the target, and that the files have nevertheless."""
-    return [
-        end
-        for end, stored in modules.ends.items()
-        if stored and not getattr(head.config, f"has_own_{end}")
-    ]
+def _shared_ends(modules: Reading, head: LoadedHead) -> dict[str, tuple[str, ...]]:
+    """What files have of the ends that these modules share with the target, by weight."""
+    return {
+        end.weight: end.stored
+        for end in _ends(modules)
+        if end.stored and not getattr(head.config, end.field)
+    }
 
 
 def _changed(shards: Shards, new: dict) -> dict[str, np.ndarray]:

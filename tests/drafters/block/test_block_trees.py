@@ -15,8 +15,8 @@ from support.tiny_models import LLAMA
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context
-from spec_jax.drafters.block.checkpoint import without_step
 from spec_jax.drafters.block.model import block_drafter
+from spec_jax.drafters.block.steps import without_step
 from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft
 from spec_jax.models import transformer

@@ -15,6 +15,7 @@ from support.published_heads import (
     HEADS,
     IDS,
     MASK,
+    MODEL,
     TARGET,
     D,
     U,
@@ -24,10 +25,11 @@ from support.published_heads import (
 )
 from support.tiny_models import random_tensor, random_tokens, random_weights
 
+from spec_jax import load_draft, load_head
 from spec_jax.drafters.common.vocabulary import check_offsets
-from spec_jax.drafters.eagle.checkpoint import read_head
-from spec_jax.drafters.eagle.formats import head_config
+from spec_jax.drafters.eagle.formats import EAGLE_FORMATS
 from spec_jax.drafters.eagle.model import forward, head_table, join_features, recycle, unembed
+from spec_jax.drafters.formats import Reading
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import transformer
 from spec_jax.models.config import RopeConfig
@@ -50,8 +52,8 @@ def outputs(params, config):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_published_head_is_the_same_head_built_directly(tmp_path, name):
     _, names, expected = HEADS[name]
-    head = read_head(write_head(tmp_path, name), TARGET)
-    assert head.config == expected
+    head = load_draft(write_head(tmp_path, name), MODEL)
+    assert head.method == "eagle" and head.config == expected
     params = params_of(names, expected)
     assert head.params.keys() == params.keys()
     assert head.params.keys() - {"d2t"} == head_table(expected).keys()
@@ -63,20 +65,20 @@ def test_a_published_head_is_the_same_head_built_directly(tmp_path, name):
 def test_both_vocabulary_tables_may_be_there_where_the_vocabularies_are_equal(tmp_path):
     tables = {"d2t": np.zeros(V, np.int64), "t2d": np.ones(V, bool)}
     name = "eagle-3 whole vocabulary"
-    assert "d2t" not in read_head(write_head(tmp_path, name, tensors=tables), TARGET).params
+    assert "d2t" not in load_head(write_head(tmp_path, name, tensors=tables), MODEL).params
     only = {"t2d": MASK}
     with pytest.raises(WeightsError, match="t2d disagree"):
-        read_head(write_head(tmp_path, name, tensors=only), TARGET)
+        load_head(write_head(tmp_path, name, tensors=only), MODEL)
 
 
 def test_a_reduced_vocabulary_needs_no_t2d(tmp_path):
-    head = read_head(write_head(tmp_path, without=["t2d"]), TARGET)
+    head = load_head(write_head(tmp_path, without=["t2d"]), MODEL)
     np.testing.assert_array_equal(head.params["d2t"] + np.arange(U), IDS)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
-    assert "fc" in read_head(write_head(tmp_path, "eagle-1", tensors=buffer), TARGET).params
+    assert "fc" in load_head(write_head(tmp_path, "eagle-1", tensors=buffer), MODEL).params
 
 
 # ------------------------------------------------------------------- pytorch_model.bin
@@ -86,9 +88,10 @@ def test_a_directory_without_weights_or_config_says_so(tmp_path):
     directory = write_head(tmp_path)
     (directory / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="neither"):
-        read_head(directory, TARGET)
+        load_head(directory, MODEL)
+    (directory / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"config\.json"):
-        read_head(directory / "absent", TARGET)
+        load_head(directory, MODEL)
 
 
 # ------------------------------------------------------------------------------- strict
@@ -103,7 +106,7 @@ def test_every_missing_tensor_is_named(tmp_path, name):
     for tensor in HEADS[name][1]:
         directory = write_head(tmp_path, name, without=[tensor])
         with pytest.raises((WeightsError, ConfigError)) as error:
-            read_head(directory, TARGET)
+            load_head(directory, MODEL)
         assert f"tensor {tensor} is missing" in str(error.value)
 
 
@@ -136,7 +139,7 @@ WRONG_TENSORS = [
 @pytest.mark.parametrize(("name", "tensors", "words"), WRONG_TENSORS)
 def test_a_tensor_that_is_wrong_is_named(tmp_path, name, tensors, words):
     with pytest.raises(WeightsError, match=words):
-        read_head(write_head(tmp_path, name, tensors=tensors), TARGET)
+        load_head(write_head(tmp_path, name, tensors=tensors), MODEL)
 
 
 def test_sparse_offsets_pass_where_the_mask_confirms_them():
@@ -168,7 +171,7 @@ SUPPOSED = [  # the file, what the caller says
     ("eagle-3", dict(sliding_window=8, use_sliding_window=True), {}, "use_sliding_window is set"),
     ("speculators", {"transformer_layer_config": WINDOW}, {}, "sliding_window is 8, which is not"),
     ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, {}, "width is 20; .* has 16"),
-    ("eagle-3", {}, {"tap": (1,)}, "tap is no option of a head; known: taps, fc_bias"),
+    ("eagle-3", {}, {"tap": (1,)}, "unknown head option 'tap'; options: taps, fc_bias"),
     ("eagle-3", {}, {"norm_output": 1}, "norm_output is 1; expected True or False"),
     ("eagle-3", {}, {"taps": 3}, "taps is 3; expected a tuple"),
     ("eagle-3", {}, {"taps": (0, 4, 10)}, r"taps \(0, 4, 10\) do not exist"),
@@ -180,35 +183,35 @@ def test_a_head_of_another_kind_or_for_another_target_is_refused(
     tmp_path, name, config, said, words
 ):
     with pytest.raises(ConfigError, match=words):
-        read_head(write_head(tmp_path, name, **config), TARGET, **said)
+        load_head(write_head(tmp_path, name, **config), MODEL, **said)
 
 
 def test_as_many_states_are_tapped_as_a_file_names(tmp_path):
     two, named = {"fc.weight": zeros(D, 2 * D)}, {"eagle_aux_hidden_state_layer_ids": [2, 5]}
-    assert read_head(write_head(tmp_path, tensors=two, **named), TARGET).config.taps == (2, 5)
+    assert load_head(write_head(tmp_path, tensors=two, **named), MODEL).config.taps == (2, 5)
 
 
 # -------------------------------------------------------------------------------- notes
 
 
 def notes_of(directory, **overrides):
-    head = read_head(directory, TARGET, **overrides)
+    head = load_head(directory, MODEL, **overrides)
     return head.config, " ".join(head.notes)
 
 
-REFUSED = [
-    ("eagle-3", None, (2, 4, 5), r"usual \(2, 4, 5\)"),
-    ("eagle-3", [2, 4, 5], (2, 4, 5), r"states before those layers: taps are \(2, 4, 5\)"),
+NUMBERINGS = [
+    ("eagle-3", None, (2, 4, 5), r"taps = \(2, 4, 5\): the usual ones"),
+    ("eagle-3", [2, 4, 5], (2, 4, 5), "read as the states before those layers"),
     ("eagle-3", [3, 6, 8], (3, 6, 8), "states before those layers"),
-    ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers: taps are \(2, 4, 8\)"),
+    ("eagle-3", [1, 3, 7], (2, 4, 8), r"outputs of those layers; pass taps=\(1, 3, 7\) if"),
     ("eagle-3", [1, 4, 8], (1, 4, 8), "states before those layers"),  # layer 8 is none
-    ("specforge", [3, 4, 6], (3, 4, 6), r"Pass taps=\(4, 5, 7\) if"),
+    ("specforge", [3, 4, 6], (3, 4, 6), r"pass taps=\(4, 5, 7\) if"),
     ("speculators", None, (2, 4, 5), "usual"),
-    ("speculators", [1, 3, 4], (1, 3, 4), r"Pass taps=\(2, 4, 5\) if"),
+    ("speculators", [1, 3, 4], (1, 3, 4), r"pass taps=\(2, 4, 5\) if"),
 ]
 
 
-@pytest.mark.parametrize(("name", "ids", "taps", "message"), REFUSED)
+@pytest.mark.parametrize(("name", "ids", "taps", "message"), NUMBERINGS)
 def test_numbering_of_tapped_layers_is_resolved_and_noted(tmp_path, name, ids, taps, message):
     directory = write_head(tmp_path, name, eagle_aux_hidden_state_layer_ids=ids)
     config, notes = notes_of(directory)
@@ -222,10 +225,10 @@ def test_biases_without_a_tensor_are_off_and_noted(tmp_path):
 
 
 def test_default_taps_need_a_target_deep_enough(tmp_path):
-    shallow = dataclasses.replace(TARGET, num_hidden_layers=6)
+    shallow = dataclasses.replace(MODEL, config=dataclasses.replace(TARGET, num_hidden_layers=6))
     with pytest.raises(ConfigError, match=r"6 layers is too shallow .*\(2, 3, 3\).*pass taps"):
-        read_head(write_head(tmp_path), shallow)
-    assert read_head(tmp_path, shallow, taps=(1, 3, 6)).config.taps == (1, 3, 6)
+        load_head(write_head(tmp_path), shallow)
+    assert load_head(tmp_path, shallow, taps=(1, 3, 6)).config.taps == (1, 3, 6)
 
 
 def test_an_explicit_argument_wins_and_is_noted(tmp_path):
@@ -234,7 +237,7 @@ def test_an_explicit_argument_wins_and_is_noted(tmp_path):
         directory, taps=(0, 4, 8), norm_output=False, norm_before_residual=True
     )
     assert (config.taps, config.norm_output, config.norm_before_residual) == ((0, 4, 8), 0, 1)
-    for note in ("taps are (0, 4, 8): the caller", "norm_output is False: the caller"):
+    for note in ("taps = (0, 4, 8): the caller", "norm_output = False: the caller"):
         assert note in notes
     assert "SpecForge before" not in notes and "outputs of those layers" not in notes
 
@@ -246,7 +249,7 @@ NOTED = [  # the file, its tensors, a flag of the head, words of a note and None
     ("specforge", {}, {}, "norm_output", False, None),
     ("speculators", {}, {}, "norm_before_residual", True, None),
     ("speculators", dict(norm_before_residual=None), {}, "norm_before_residual", False, "not say"),
-    ("specforge", {}, NORMS, "fc_norm", True, "fc_norm; it is on"),
+    ("specforge", {}, NORMS, "fc_norm", True, "there is fc_norm.0"),
 ]
 
 
@@ -297,11 +300,52 @@ def test_sizes_that_an_eagle_head_with_biases_leaves_out_are_llamas():
         hf = {**HEADS["eagle-1"][0], "num_attention_heads": 4, "qkv_bias": has_biases}
         hf = {key: value for key, value in hf.items() if key not in left_out}
         names = set(HEADS["eagle-1 of qwen2"][1])
-        layer = head_config(hf, names, 2 * D, TARGET, {}, []).layer
+        layer = EAGLE_FORMATS.config_of(Reading(hf, names, TARGET)).layer
         assert [getattr(layer, name) for name in left_out] == [4, 4, 2048]
         assert layer.model_type == ("qwen2" if has_biases else "llama")
 
 
 def test_a_head_that_leaves_nothing_open_has_no_notes_but_its_taps(tmp_path):
-    assert len(read_head(write_head(tmp_path, "speculators"), TARGET).notes) == 1
-    assert read_head(write_head(tmp_path, "eagle-1"), TARGET).notes == ()
+    assert len(load_head(write_head(tmp_path, "speculators"), MODEL).notes) == 1
+    assert load_head(write_head(tmp_path, "eagle-1"), MODEL).notes == ()
+
+
+def test_a_head_loads_in_the_targets_dtype(tmp_path):
+    head = load_head(write_head(tmp_path), MODEL)
+    assert head.name == str(tmp_path) and head.params["fc"].dtype == jnp.float32
+    assert load_head(tmp_path, MODEL, "bfloat16").params["fc"].dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_copy_of_the_targets_embedding_is_left_out(tmp_path, dtype):
+    copy = {"embed_tokens.weight": np.asarray(MODEL.params["embed"].astype(dtype))}
+    head = load_head(write_head(tmp_path, "eagle-1", tensors=copy), MODEL)
+    assert "embed" not in head.params and not head.config.own_embed
+    assert "copy of the target's" in " ".join(head.notes)
+
+
+def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
+    other = random_tensor("other", (V, D), 0)
+    directory = write_head(tmp_path, tensors={"embed_tokens.weight": other})
+    head = load_head(directory, MODEL)
+    assert head.config.own_embed and "keeps its own" in " ".join(head.notes)
+    np.testing.assert_array_equal(head.params["embed"], other)
+    shared = load_head(directory, MODEL, own_embed=False)
+    assert "embed" not in shared.params and "shares the target's" in " ".join(shared.notes)
+
+
+BARE = dataclasses.replace(MODEL, config=None)
+TARGETS = [
+    (None, None, "target is None; expected a LoadedModel"),
+    (BARE, None, "tiny has no config"),
+    (MODEL, 3, "dtype is 3"),
+    (MODEL, "int8", "dtype is 'int8'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "message"), TARGETS, ids=["none", "bare", "dtype", "int8"]
+)
+def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        load_head(write_head(tmp_path), target, dtype)

@@ -105,7 +105,7 @@ def test_what_cannot_be_put_back_is_refused_before_a_file_is_written(tmp_path):
     refused("is the model's directory", directory=source)
     config = dataclasses.replace(module.config, recycles_normed=False, has_own_embed=True)
     other = dataclasses.replace(module, config=config)
-    refused("with another recycles_normed, has_own_embed; save these alone", other)
+    refused("with another has_own_embed, recycles_normed; save these alone", other)
     tensors = load_file(source / "model-2.safetensors")
     name = "model.layers.2.eh_proj.weight"
     scale = {f"{name}_scale_inv": np.ones((1, 1), np.float32)}
