@@ -81,6 +81,15 @@ def new_head(
 ) -> LoadedHead:
     """Returns an untrained head for a target.
 
+    Example:
+      ```python
+      import spec_jax
+
+      target = spec_jax.load_model("zoo/target")
+      head = spec_jax.new_head(target, "eagle3", taps=(2, 5, 8))
+      print(head)
+      ```
+
     Args:
       target: the model that it will draft for.
       objective: the training objective: "eagle1", "eagle3", "peagle", "mtp", "dflash", "dflash2",
@@ -160,6 +169,17 @@ def fit_head(
     has_progress: bool | None = None,
 ) -> Fitted:
     """Trains a head for a target on a text; neither head nor target is changed.
+
+    Example:
+      ```python
+      import spec_jax
+
+      target = spec_jax.load_model("zoo/target")
+      head = spec_jax.new_head(target, "mtp")
+      text = target.tokenizer.encode("def add(a, b):\n    return a + b\n" * 20)
+      fitted = spec_jax.fit_head(target, head, text, steps=2, batch=1, length=16)
+      print(fitted.log[-1]["loss"])
+      ```
 
     Args:
       target: the model that it drafts for; its weights do not change.

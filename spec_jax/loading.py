@@ -83,6 +83,14 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model of the zoo, of a Hugging Face directory or of the Hugging Face hub.
 
+    Example:
+      ```python
+      import spec_jax
+
+      target = spec_jax.load_model("zoo/target")  # or a directory, or "Qwen/Qwen3-0.6B"
+      print(target)
+      ```
+
     Args:
       name_or_path: a zoo name ("zoo/target", "zoo/draft"); the directory of a model of a supported
         family (``models/families/``); or the id of one on the hub, "owner/name" or
@@ -159,6 +167,15 @@ def load_draft(
     The kind is detected from config.json and the names of the tensors. A directory with both a
     model and its MTP modules is loaded as the model, unless it is the target's own directory: then
     its modules are loaded. ``load_mtp`` always loads the modules.
+
+    Example:
+      ```python
+      import spec_jax
+
+      target = spec_jax.load_model("zoo/target")
+      head = spec_jax.load_draft("zoo/eagle3", target)
+      print(head.method, *head.notes, sep="\n")
+      ```
 
     Args:
       name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.

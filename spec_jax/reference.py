@@ -85,7 +85,13 @@ class TargetModel(Protocol):
 
 
 def acceptance_probability(p: np.ndarray, q: np.ndarray, token: int) -> float:
-    """The probability min(1, p(token) / q(token)) of accepting a token that was drawn from q."""
+    """The probability min(1, p(token) / q(token)) of accepting a token that was drawn from q.
+
+    Args:
+      p: f64[V], the target's distribution.
+      q: f64[V], the draft's.
+      token: the draft.
+    """
     return float(min(1.0, p[token] / q[token]))
 
 
@@ -176,6 +182,11 @@ class SpeculativeDecoder:
     ) -> tuple[int, ...]:
         """Returns the ids that follow the prompt, up to the limit or a stop token, which is kept.
 
+        Args:
+          draft: proposes tokens.
+          target: scores them.
+          prompt: ids, at least one.
+
         Raises:
           SpeculativeError: an empty prompt, an invalid proposal or scores, or an output after which
             the target allows no token.
@@ -193,7 +204,14 @@ class SpeculativeDecoder:
     def decode_round(
         self, draft: DraftModel, target: TargetModel, tokens: tuple[int, ...], limit: int
     ) -> tuple[int, ...]:
-        """One round: draft, verify, accept, commit. Returns the tokens and 1 to k + 1 more."""
+        """One round: draft, verify, accept, commit. Returns the tokens and 1 to k + 1 more.
+
+        Args:
+          draft: proposes tokens.
+          target: scores them.
+          tokens: the prompt and the output so far.
+          limit: the largest number of tokens of both.
+        """
         k = min(self.config.k, limit - len(tokens))  # no draft past the limit
         proposal = draft.propose(tokens, k)
         scores = target.verify(tokens, proposal.tokens)
@@ -423,6 +441,11 @@ def as_draft(
 
     The sampler's seed seeds its draws, so a decoder with another seed needs a draft with another.
     It drafts nothing where a round's drafts would pass its maximum length.
+
+    Args:
+      loaded: from ``spec_jax.load_model``.
+      sampler: how its tokens are drawn; greedy by default.
+      prompt_length: as in ``as_target``.
     """
     model = as_target(loaded, sampler, prompt_length)
     stream = generator(sampler.seed, "draft")

@@ -20,6 +20,14 @@ from spec_jax.errors import ConfigError
 class Tree:
     """A static tree: the same shape in every round.
 
+    Example:
+      ```python
+      from spec_jax.tree import Tree
+
+      tree = Tree.branching((3, 2))  # three first drafts, two after each of them
+      print(tree.num_nodes, tree.depths, tree.children(1))
+      ```
+
     Attributes:
       parents: the parent of each of the nodes 1..K. Nodes are sorted by depth.
     """

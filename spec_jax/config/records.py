@@ -85,6 +85,15 @@ class SuffixConfig(ConfigRecord):
 class TreeConfig(ConfigRecord):
     """Which tree is drafted: exactly one of ``children``, ``ranks`` and ``depth`` is given.
 
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.config import TreeConfig
+
+      config = spec_jax.SpeculativeConfig(tree=TreeConfig(children=(3, 2, 1)))
+      print(config.num_speculative_tokens)  # 15 nodes
+      ```
+
     Attributes:
       children: of a static tree, how many children the nodes of each depth have: ``(3, 2, 1)``.
       ranks: of a static tree, every node by the ranks on its path: ``((0,), (1,), (0, 0))``.

@@ -33,6 +33,14 @@ class SamplerConfig(ConfigRecord):
     transformers has the processor, the result is transformers', except that it leaves undefined
     which of several tied tokens top-p keeps.
 
+    Example:
+      ```python
+      import spec_jax
+
+      sampler = spec_jax.SamplerConfig(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=7)
+      print(sampler)
+      ```
+
     Attributes:
       temperature: 0 means argmax, and so does anything below 1e-5; at most 1e20.
       top_k: keep the k largest, and all that tie with the k-th; 0 keeps all.

@@ -48,6 +48,16 @@ class SpeculativeConfig:
     ``adaptive=AdaptiveConfig()``, and ``tree=(3, 2, 1)`` is ``tree=TreeConfig((3, 2, 1))``. Flat
     names are attributes too. Each method has a predicate: ``is_standalone()``, ``is_eagle()``.
 
+    Example:
+      ```python
+      import spec_jax
+
+      chain = spec_jax.SpeculativeConfig(num_speculative_tokens=4)
+      tree = spec_jax.SpeculativeConfig("eagle", 59, tree_depth=6)  # EAGLE-2: 59 drafts, 6 levels
+      adaptive = spec_jax.SpeculativeConfig("ngram", 8, is_adaptive=True)
+      print(chain, tree, adaptive, sep="\n")
+      ```
+
     Attributes:
       speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
         (copies what followed the same tokens before), "suffix" (copies what most often did, in
@@ -64,9 +74,8 @@ class SpeculativeConfig:
         a seed depend on the chosen Ks. None: K is fixed.
       confidence_threshold: a row stops drafting after a draft whose probability, by the draft
         model's raw logits, is below this; 0: all K are offered. Drafting passes end when no row
-        continues. Heads that draft a block compare an estimate of the draft's acceptance instead:
-        the head's own ("dspark"), or one that each row fits as it decodes; "peagle" uses the
-        draft's probability. Lossless with every lossless rule.
+        continues. "dspark" heads compare their estimate of the draft's acceptance instead; other
+        heads that draft a block refuse it, but for "peagle". Lossless with every lossless rule.
       synthetic: for benchmarks: accept at given rates, whatever the tokens.
       typical: the threshold of "typical-acceptance".
       tree: draft a tree in place of a chain. K is the number of its nodes.

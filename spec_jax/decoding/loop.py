@@ -54,6 +54,27 @@ def prefill(
     The caller ensures ``1 <= lengths <= T <= slots`` and
     ``limit + system.lookahead_slots <= slots``.
 
+    Example:
+      ```python
+      import jax.numpy as jnp
+
+      import spec_jax
+      from spec_jax import decoding
+      from spec_jax.sampling import make_sampler
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      decoder = spec_jax.SpeculativeDecoder(target, draft)
+      system, params = decoder.system(), decoder.params(batch=1)
+      sampler = make_sampler(spec_jax.SamplerConfig(), 1, 8)
+      prompts = jnp.zeros((1, 16), jnp.int32).at[0, :3].set(jnp.array([1, 2, 3]))
+      rows = jnp.array([3]), jnp.array([7]), jnp.zeros((1, 0), jnp.int32)  # lengths, limits, stops
+      state = decoding.prefill(params, prompts, *rows, sampler, sampler, system=system, slots=128)
+      print(state.record.tokens[0, :4])  # the prompt and its first token
+      ```
+
     Args:
       params: ``{"target": ..., "draft": ...}``.
       tokens: i32[B,T], padded with any valid id.
@@ -333,6 +354,28 @@ def generate(
     system: System,
 ) -> tuple[DecodeState, Chunk]:
     """Runs rounds until every row has finished, at most ``max_rounds``. Donates the state.
+
+    Example:
+      ```python
+      import jax.numpy as jnp
+
+      import spec_jax
+      from spec_jax import decoding
+      from spec_jax.sampling import make_sampler
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      decoder = spec_jax.SpeculativeDecoder(target, draft)
+      system, params = decoder.system(), decoder.params(batch=1)
+      sampler = make_sampler(spec_jax.SamplerConfig(), 1, 8)
+      prompts = jnp.zeros((1, 16), jnp.int32).at[0, :3].set(jnp.array([1, 2, 3]))
+      rows = jnp.array([3]), jnp.array([7]), jnp.zeros((1, 0), jnp.int32)  # lengths, limits, stops
+      state = decoding.prefill(params, prompts, *rows, sampler, sampler, system=system, slots=128)
+      state = decoding.generate(params, state, jnp.array([0]), 4, 1, system=system)
+      print(state.record.tokens[0, :7])
+      ```
 
     Args:
       params: ``{"target": ..., "draft": ...}``.

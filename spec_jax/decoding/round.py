@@ -34,6 +34,28 @@ from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> DecodeState:
     """Runs one round for every row; rows may be at different lengths.
 
+    Example:
+      ```python
+      import jax.numpy as jnp
+
+      import spec_jax
+      from spec_jax import decoding
+      from spec_jax.sampling import make_sampler
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      decoder = spec_jax.SpeculativeDecoder(target, draft)
+      system, params = decoder.system(), decoder.params(batch=1)
+      sampler = make_sampler(spec_jax.SamplerConfig(), 1, 8)
+      prompts = jnp.zeros((1, 16), jnp.int32).at[0, :3].set(jnp.array([1, 2, 3]))
+      rows = jnp.array([3]), jnp.array([7]), jnp.zeros((1, 0), jnp.int32)  # lengths, limits, stops
+      state = decoding.prefill(params, prompts, *rows, sampler, sampler, system=system, slots=128)
+      state = decoding.decode_round(params, state, system)  # ``generate`` loops over it
+      print(state.record.tokens[0, :7])
+      ```
+
     Args:
       params: ``{"target": ..., "draft": ...}``.
       state: the state of all rows.

@@ -42,15 +42,24 @@ def host_drafter(
     function that learns from its prefixes or from outputs needs ``num_updates``; otherwise its
     output is biased wherever a seed is used twice.
 
-        def repeat_last(prefix, k, seed):
-            return [prefix[-1]] * k
-
-        drafter = spec_jax.host_drafter(repeat_last)
-        decoder = spec_jax.SpeculativeDecoder(target, drafter=drafter, config=config)
-
     Every lossless rule stays lossless. Without probabilities this holds for any function; with
     them, if the tokens are drawn from the returned distributions and whether a token is offered
     depends only on the tokens before it.
+
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.testing import mock_model
+
+
+      def repeat_last(prefix, k, seed):
+          return [prefix[-1]] * k
+
+
+      target = mock_model(vocab_size=8)
+      drafter = spec_jax.host_drafter(repeat_last)
+      decoder = spec_jax.SpeculativeDecoder(target, drafter=drafter)
+      ```
 
     Args:
       function: ``(prefix, k, seed)``. ``prefix`` is the row's prompt and output so far, the

@@ -154,6 +154,19 @@ class LoadedHead(ReprMixin):
     ) -> None:
         """Writes a directory that ``load_draft`` reads as the same head.
 
+        Example:
+          ```python
+          import tempfile
+
+          import spec_jax
+
+          target = spec_jax.load_model("zoo/target")
+          head = spec_jax.load_draft("zoo/eagle3", target)
+          with tempfile.TemporaryDirectory() as directory:
+              head.save(directory, target, format="speculators", dtype="bfloat16")
+              print(spec_jax.load_draft(directory, target).format)
+          ```
+
         Args:
           directory: a directory for the head alone, created if absent; its files are overwritten.
           target: the model that it drafts for.

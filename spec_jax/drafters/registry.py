@@ -282,6 +282,19 @@ def register(kind: DrafterKind) -> DrafterKind:
 
     A kind of the same name is replaced.
 
+    Example:
+      ```python
+      from spec_jax.drafters import DrafterKind, Drafting, register
+      from spec_jax.testing import scripted_drafter
+
+      last = scripted_drafter(lambda tokens, length, k: tokens[:, :1].repeat(k, axis=1))
+      kind = DrafterKind(
+          name="first-token",
+          drafting=Drafting(draft="none", drafter=lambda draft, target, config: last),
+      )
+      register(kind)  # now SpeculativeConfig("first-token", 4) drafts with it
+      ```
+
     Args:
       kind: its record.
 

@@ -42,6 +42,20 @@ class SpeculativeDecoder(ReprMixin):
     does not depend on other calls. Calls from threads run concurrently; asynchronous calls take
     turns, one round at a time, in one thread that belongs to the decoder.
 
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      config = spec_jax.SpeculativeConfig(num_speculative_tokens=2)
+      decoder = spec_jax.SpeculativeDecoder(target, draft, config)
+      result = decoder.generate([1, 2, 3], max_new_tokens=4)
+      print(result.tokens, f"{decoder.stats.tau:.2f} tokens per target pass")
+      ```
+
     Args:
       target: from ``load_model``.
       draft: a smaller model of the same vocabulary for the method "standalone", a head from
@@ -120,6 +134,18 @@ class SpeculativeDecoder(ReprMixin):
 
         Use it as the reference for a speculative decoder with the same arguments. Draft, config,
         custom drafter and custom rule are checked, and otherwise ignored.
+
+        Example:
+          ```python
+          import spec_jax
+          from spec_jax.testing import mock_model
+
+          target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+          draft = mock_model(vocab_size=8, seed=1)
+
+          plain = spec_jax.SpeculativeDecoder.new_n1(target, draft)
+          print(plain.config)
+          ```
 
         Args:
           target: see ``SpeculativeDecoder``.
@@ -303,6 +329,19 @@ class SpeculativeDecoder(ReprMixin):
         other shapes rounds in another order. ``experiments.decode`` reports whether rounding
         explains such a row.
 
+        Example:
+          ```python
+          import spec_jax
+          from spec_jax.testing import mock_model
+
+          target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+          draft = mock_model(vocab_size=8, seed=1)
+
+          decoder = spec_jax.SpeculativeDecoder(target, draft)
+          result = decoder.generate([1, 2, 3], max_new_tokens=4)  # or a text, with a tokenizer
+          print(result.tokens, result.finish_reason)
+          ```
+
         Args:
           prompts: a text, its ids, or a conversation; or a list of these.
           max_new_tokens: maximum output tokens of a row, 128 by default. This is what vLLM and
@@ -368,6 +407,17 @@ class SpeculativeDecoder(ReprMixin):
         """Streams the text of ``generate``; returns an iterator for ``for`` and ``async for``.
 
         It takes the arguments of ``generate`` except on_token.
+
+        Example:
+          ```python
+          import spec_jax
+
+          target = spec_jax.load_model("zoo/target")
+          config = spec_jax.SpeculativeConfig("ngram", 3)
+          decoder = spec_jax.SpeculativeDecoder(target, config=config)
+          for piece in decoder.stream("def add(", max_new_tokens=8):
+              print(piece, end="", flush=True)
+          ```
 
         Raises:
           PromptError, ConfigError: raised by this call; other errors of ``generate`` are raised

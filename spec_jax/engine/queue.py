@@ -65,10 +65,6 @@ class Usage(NamedTuple):
 class DecodeQueue:
     """Decodes a stream of prompts; iterates over ``(index, Generation)`` in order of completion.
 
-        prompts = ["def parse_args(", "class Stack:", "import os"]
-        for index, row in spec_jax.DecodeQueue(decoder, prompts, batch=2):
-            print(prompts[index], row.text)
-
     Rounds run until any row finishes; that row takes the next prompt. A prompt longer than the
     decoder's ``prefill_chunk`` is fed in chunks, between which the other rows decode. A prompt's
     result depends on its index alone, never on the batch or the order: with indices 0, 1, 2, ...
@@ -82,6 +78,20 @@ class DecodeQueue:
 
     Rows are counted in ``decoder.stats`` when they are yielded. Its ``decode_s`` ends when the
     rounds end, so it includes the time that the caller spends on a row meanwhile.
+
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      decoder = spec_jax.SpeculativeDecoder(target, draft)
+      prompts = [[1, 2, 3], [4, 5], [6]]  # or texts, or conversations
+      for index, row in spec_jax.DecodeQueue(decoder, prompts, batch=1, max_new_tokens=4):
+          print(prompts[index], row.tokens)
+      ```
 
     Args:
       decoder: target, draft and rule.

@@ -429,6 +429,20 @@ def compare(
     speed cancel in their ratios. Intervals are 95 % confidence intervals over the prompts,
     Student's t of the jackknife; at least four prompts are needed for useful ones.
 
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      comparison = spec_jax.compare(
+          target, {"small": draft}, [[1, 2], [3], [4, 5]], ks=2, max_new_tokens=8, has_costs=False
+      )
+      print(comparison)
+      ```
+
     Args:
       target: The target, or a name or path that ``load_model`` takes.
       drafts: One draft or several: a model, a head, a ``Drafter``, a name or path that

@@ -170,6 +170,19 @@ def save_pretrained(
     Files appear under their final names only when they are complete. Parameters on a mesh are
     gathered file by file. In several processes all call this, and process 0 writes.
 
+    Example:
+      ```python
+      import tempfile
+
+      import spec_jax
+      from spec_jax.models.checkpoint import save_pretrained
+
+      target = spec_jax.load_model("zoo/target")
+      with tempfile.TemporaryDirectory() as directory:
+          save_pretrained(directory, target.params, target.config, target.tokenizer, "bfloat16")
+          print(spec_jax.load_model(directory))
+      ```
+
     Args:
       directory: created if it does not exist.
       params: the weights.

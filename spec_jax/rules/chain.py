@@ -67,6 +67,11 @@ def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 
     Lossless; accepts with probability sum(min(p, q)).
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; Chen et al., arXiv 2302.01318.
+
+    Args:
+      target: the target's scores of one row, f32[K+1,V].
+      proposal: the row's drafts i32[K], with their distributions f32[K,V] if they were drawn.
+      noise: coins f32[K], and Gumbel noise f32[1,V] of the last token.
     """
     p = target.probs
     is_draft = proposal.is_offered
@@ -86,6 +91,11 @@ def block(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 
     Lossless, and no lossless rule for one chain accepts more tokens on average.
     Source: Sun et al., arXiv 2403.10444, Algorithm 2.
+
+    Args:
+      target: the target's scores of one row, f32[K+1,V].
+      proposal: the row's drafts i32[K], with their distributions f32[K,V] if they were drawn.
+      noise: coins f32[K], and Gumbel noise f32[1,V] of the last token.
     """
     p = target.probs
     n_draft = proposal.n_draft
@@ -119,7 +129,13 @@ def _match(scores, proposal: Proposal) -> Verdict:
 
 
 def greedy(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
-    """Accepts the target's argmax and nothing else. Lossless at temperature 0."""
+    """Accepts the target's argmax and nothing else. Lossless at temperature 0.
+
+    Args:
+      target: the target's scores of one row, f32[K+1,V].
+      proposal: the row's drafts i32[K], with their distributions f32[K,V] if they were drawn.
+      noise: unused.
+    """
     del noise
     return _match(target.processed, proposal)
 
@@ -131,6 +147,11 @@ def match(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     decoding, whatever is drafted. A draft drawn with the same noise is accepted with
     probability sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)).
     Source: Gumbel-max sampling shared between two distributions, Daliri et al., arXiv 2408.07978.
+
+    Args:
+      target: the target's scores of one row, f32[K+1,V].
+      proposal: the row's drafts i32[K], with their distributions f32[K,V] if they were drawn.
+      noise: Gumbel noise f32[K+1,V], one vector a position; the coins are unused.
     """
     return _match(target.processed + noise.gumbel, proposal)
 
@@ -178,6 +199,11 @@ def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> 
 
     Lossy: raw logits of two models share no scale.
     Source: the strategy of this name in Modular's MAX.
+
+    Args:
+      target: the target's scores of one row, f32[K+1,V].
+      proposal: the row's drafts i32[K], with the draft's raw logits f32[K,V].
+      noise: Gumbel noise f32[1,V] of the last token; the coins are unused.
     """
     ours = target.logits[:-1]
     theirs = proposal.logits
@@ -186,12 +212,24 @@ def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> 
 
 
 def expected_residual(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.Array:
-    """Returns sum(min(p, q)), or p(token) where the draft is deterministic."""
+    """Returns sum(min(p, q)), or p(token) where the draft is deterministic.
+
+    Args:
+      p: f32[V], the target's distribution.
+      q: f32[V], the draft's; None if it is deterministic.
+      token: i32[], the draft.
+    """
     return p[token] if q is None else jnp.minimum(p, q).sum()
 
 
 def expected_greedy(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.Array:
-    """Returns 1 where the token is the argmax, else 0."""
+    """Returns 1 where the token is the argmax, else 0.
+
+    Args:
+      p: f32[V], the target's distribution.
+      q: f32[V], the draft's; None if it is deterministic.
+      token: i32[], the draft.
+    """
     del q
     return (jnp.argmax(p) == token).astype(jnp.float32)
 
@@ -201,6 +239,11 @@ def expected_match(p: jax.Array, q: jax.Array | None, token: jax.Array) -> jax.A
 
     sum_x 1 / sum_y max(p(y)/p(x), q(y)/q(x)): sorted by p/q, the y at or above x take the
     first term and those below the second, so two cumulative sums give the inner sum.
+
+    Args:
+      p: f32[V], the target's distribution.
+      q: f32[V], the draft's; None if it is deterministic.
+      token: i32[], the draft.
     """
     if q is None:
         return p[token]

@@ -50,13 +50,24 @@ def match(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 
     Lossless for any tree, and the tokens equal plain decoding's: nodes of one depth share the
     noise of their position.
+
+    Args:
+      target: the target's scores of one row's nodes, f32[K+1,V].
+      proposal: the row's tree: tokens i32[K], parents, and distributions by parent if drawn.
+      noise: Gumbel noise f32[P,V], one vector a depth; the coins are unused.
     """
     depths = proposal.paths.sum(axis=1) - 1
     return _match(target.processed + noise.gumbel[depths], proposal)
 
 
 def greedy(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
-    """Goes to the draft that is the target's argmax. Lossless at temperature 0."""
+    """Goes to the draft that is the target's argmax. Lossless at temperature 0.
+
+    Args:
+      target: the target's scores of one row's nodes, f32[K+1,V].
+      proposal: the row's tree: tokens i32[K], parents, and distributions by parent if drawn.
+      noise: unused.
+    """
     del noise
     return _match(target.processed, proposal)
 
@@ -75,6 +86,11 @@ def residual(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
 
     Lossless. Deterministic children are tried by ``deterministic_children``, those drawn without
     replacement by ``recursive_rejection``.
+
+    Args:
+      target: the target's scores of one row's nodes, f32[K+1,V].
+      proposal: the row's tree: tokens i32[K], parents, and distributions by parent if drawn.
+      noise: coins f32[K], and Gumbel noise f32[1,V] of the last token.
     """
     rule = deterministic_children if proposal.probs is None else recursive_rejection
     return rule(target, proposal, noise)
@@ -86,6 +102,11 @@ def deterministic_children(target: TargetScores, proposal: Proposal, noise: Nois
     The token after the last accepted node is drawn from p without that node's children.
     Source: recursive rejection with a point mass for every child, as in EAGLE-2, arXiv
     2406.16858.
+
+    Args:
+      target: the target's scores of one row's nodes, f32[K+1,V].
+      proposal: the row's tree: tokens i32[K], parents, and distributions by parent if drawn.
+      noise: coins f32[K], and Gumbel noise f32[1,V] of the last token.
     """
     p = target.probs
     tokens = proposal.tokens
@@ -124,6 +145,11 @@ def recursive_rejection(target: TargetScores, proposal: Proposal, noise: Noise) 
     After a rejection p becomes norm(max(p - q, 0)) and q loses x; the token after the last
     accepted node is drawn from what is left of its p.
     Source: Sequoia, arXiv 2402.12374, Algorithm 1; SpecInfer, arXiv 2305.09781.
+
+    Args:
+      target: the target's scores of one row's nodes, f32[K+1,V].
+      proposal: the row's tree: tokens i32[K], parents, and distributions by parent if drawn.
+      noise: coins f32[K], and Gumbel noise f32[1,V] of the last token.
     """
 
     def try_child(i, carry):
@@ -167,6 +193,11 @@ def traversal(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict
     Lossless, and never accepts less on average than recursive rejection; on a chain it is
     block verification.
     Source: Traversal Verification, arXiv 2505.12398, Algorithm 2.
+
+    Args:
+      target: the target's scores of one row's nodes, f32[K+1,V].
+      proposal: the row's tree: tokens i32[K], parents, and distributions by parent if drawn.
+      noise: coins f32[K], and Gumbel noise f32[1,V] of the last token.
     """
     parents = proposal.parents
     tokens = proposal.tokens

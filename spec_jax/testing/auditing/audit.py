@@ -54,6 +54,20 @@ def audit(
     explains, at each position and on average; and by that pass each token is the best but for a
     near tie.
 
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.testing import mock_model
+
+      target = mock_model(vocab_size=8)  # or spec_jax.load_model("zoo/target")
+      draft = mock_model(vocab_size=8, seed=1)
+
+      decoder = spec_jax.SpeculativeDecoder(target, draft)
+      audit = spec_jax.testing.audit(decoder, [[1, 2, 3]], max_new_tokens=4)
+      assert audit.is_explained
+      print(audit)
+      ```
+
     Args:
       decoder: with drafts.
       prompts: texts, ids or conversations, decoded as one batch.

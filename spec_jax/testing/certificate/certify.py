@@ -90,6 +90,13 @@ def certify(
     same seeds, after it has learned from them. The certificate says what was proved and what was
     not.
 
+    Example:
+      ```python
+      import spec_jax
+
+      print(spec_jax.certify(rule="residual", trials=1_000))  # half a minute
+      ```
+
     Args:
       rule: a ``Rule``, a function that returns one, the name of one of the package, or
         ``module:NAME``; by default "residual".
