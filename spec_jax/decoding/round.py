@@ -53,7 +53,7 @@ def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> 
       rows = jnp.array([3]), jnp.array([7]), jnp.zeros((1, 0), jnp.int32)  # lengths, limits, stops
       state = decoding.prefill(params, prompts, *rows, sampler, sampler, system=system, slots=128)
       state = decoding.decode_round(params, state, system)  # ``generate`` loops over it
-      print(state.record.tokens[0, :7])
+      print(state.tokens[0, :7])
       ```
 
     Args:

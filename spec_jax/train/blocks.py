@@ -53,7 +53,16 @@ class KeptKeys:
         window: Window,
         scale: float | None = None,
     ) -> tuple[jax.Array, KeptKeys]:
-        """Computes the attention of the next layer, see ``layers.attend_window``."""
+        """Computes the attention of the next layer, see ``layers.attend_window``.
+
+        Args:
+          q_BTNH: queries.
+          k_BGTH: keys.
+          v_BGTH: values.
+          index: the layer's index in the cache.
+          window: positions and mask of the tokens.
+          scale: of the scores; None: one over the root of H.
+        """
         del index, window
         out = causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale, begins=self.begins)
         return out, self.replace(layers=(*self.layers, (k_BGTH, v_BGTH)))
@@ -93,7 +102,16 @@ class Blocks:
         window: Window,
         scale: float | None = None,
     ) -> tuple[jax.Array, Blocks]:
-        """Computes the attention of a layer, see ``layers.attend_window``."""
+        """Computes the attention of a layer, see ``layers.attend_window``.
+
+        Args:
+          q_BTNH: queries.
+          k_BGTH: keys.
+          v_BGTH: values.
+          index: the layer's index in the cache.
+          window: positions and mask of the tokens.
+          scale: of the scores; None: one over the root of H.
+        """
         del window
         A = self.anchors.shape[1]
         S = self.config.block_size
