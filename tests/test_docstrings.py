@@ -41,7 +41,7 @@ def examples():
                 yield pytest.param(str(path), textwrap.dedent(found[1]), id=name, marks=slow)
 
 
-@pytest.mark.parametrize("path, code", examples())
+@pytest.mark.parametrize("path, code", list(examples()))
 def test_the_example_of_a_docstring_runs(path, code, capsys):
     before = set(METHODS)
     try:
