@@ -176,7 +176,7 @@ def fit_head(
 
       target = spec_jax.load_model("zoo/target")
       head = spec_jax.new_head(target, "mtp")
-      text = target.tokenizer.encode("def add(a, b):\n    return a + b\n" * 20)
+      text = target.tokenizer.encode("def add(a, b): return a + b; " * 20)
       fitted = spec_jax.fit_head(target, head, text, steps=2, batch=1, length=16)
       print(fitted.log[-1]["loss"])
       ```

@@ -174,7 +174,7 @@ def load_draft(
 
       target = spec_jax.load_model("zoo/target")
       head = spec_jax.load_draft("zoo/eagle3", target)
-      print(head.method, *head.notes, sep="\n")
+      print(head.method, head.notes)
       ```
 
     Args:

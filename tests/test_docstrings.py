@@ -30,11 +30,9 @@ def examples():
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
-            found = re.search(
-                r"^Example:\n  ```python\n(.*?)^  ```",
-                ast.get_docstring(node) or "",
-                re.DOTALL | re.MULTILINE,
-            )
+            doc = ast.get_docstring(node) or ""
+            found = re.search(r"^Example:\n  ```python\n(.*?)^  ```", doc, re.DOTALL | re.MULTILINE)
+            assert found or "Example:" not in doc, f"{path.name}: {node.name}"
             if found:
                 name = f"{path.stem}.{node.name}"
                 slow = [pytest.mark.exhaustive] if name in SLOW else []

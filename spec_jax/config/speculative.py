@@ -55,7 +55,7 @@ class SpeculativeConfig:
       chain = spec_jax.SpeculativeConfig(num_speculative_tokens=4)
       tree = spec_jax.SpeculativeConfig("eagle", 59, tree_depth=6)  # EAGLE-2: 59 drafts, 6 levels
       adaptive = spec_jax.SpeculativeConfig("ngram", 8, is_adaptive=True)
-      print(chain, tree, adaptive, sep="\n")
+      print(chain, tree, adaptive)
       ```
 
     Attributes:
