@@ -173,10 +173,12 @@ def fit_head(
     Example:
       ```python
       import spec_jax
+      from spec_jax.data.batches import Corpus
 
       target = spec_jax.load_model("zoo/target")
       head = spec_jax.new_head(target, "mtp")
-      text = target.tokenizer.encode("def add(a, b): return a + b; " * 20)
+      documents = [("add", "def add(a, b): return a + b; " * 9)]  # names and texts
+      text = Corpus.of_documents("functions", target.tokenizer, documents)
       fitted = spec_jax.fit_head(target, head, text, steps=2, batch=1, length=16)
       print(fitted.log[-1]["loss"])
       ```

@@ -72,7 +72,7 @@ def prefill(
       prompts = jnp.zeros((1, 16), jnp.int32).at[0, :3].set(jnp.array([1, 2, 3]))
       rows = jnp.array([3]), jnp.array([7]), jnp.zeros((1, 0), jnp.int32)  # lengths, limits, stops
       state = decoding.prefill(params, prompts, *rows, sampler, sampler, system=system, slots=128)
-      print(state.record.tokens[0, :4])  # the prompt and its first token
+      print(state.tokens[0, :4])  # the prompt and its first token
       ```
 
     Args:
@@ -373,8 +373,8 @@ def generate(
       prompts = jnp.zeros((1, 16), jnp.int32).at[0, :3].set(jnp.array([1, 2, 3]))
       rows = jnp.array([3]), jnp.array([7]), jnp.zeros((1, 0), jnp.int32)  # lengths, limits, stops
       state = decoding.prefill(params, prompts, *rows, sampler, sampler, system=system, slots=128)
-      state = decoding.generate(params, state, jnp.array([0]), 4, 1, system=system)
-      print(state.record.tokens[0, :7])
+      state, _ = decoding.generate(params, state, jnp.array([0]), 4, system=system)
+      print(state.tokens[0, :7])
       ```
 
     Args:
