@@ -113,9 +113,9 @@ MUTATIONS = mutants.read("""
     a row without a finite logit goes on
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
         test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason
-    prompts that are fed together are all the first of them
-        DecodeQueue._put: (driver.state, place, prefix, index) -> (driver.state, place, prefix, 0)
-        test_a_long_prompt_is_fed_while_other_rows_decode[plain]
+    a queue puts every new prompt into its first row
+        DecodeQueue._put: (driver.state, place, prefix, index) -> (driver.state, 0, prefix, index)
+        test_every_prompt_gives_its_greedy_stream
     a prompt's last chunk counts its padding
         Engine.prefill_by_chunk: np.clip(lengths - begin, 0, width) -> np.clip(lengths, 0, width)
         test_a_long_prompt_is_fed_while_other_rows_decode[plain]
