@@ -478,9 +478,9 @@ class ModelConfig(EqualHeads):
         others = {}
         if self.num_key_value_heads is None:
             others["num_key_value_heads"] = self.num_attention_heads
-        if self.model_type == "qwen2":
-            others["attention_bias"] = True
         self.settle("num_key_value_heads", "head_dim", **others)
+        if self.model_type == "qwen2":  # whatever the field says
+            object.__setattr__(self, "attention_bias", True)
         self.settle_heads()
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs it even")

@@ -38,6 +38,7 @@ CONFIGS = {
         (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
         (dict(layer_types=["linear_attention"], sliding_window=1 << 20), "linear_attention"),
         (dict(layer_types="full_attention"), "is 'full_attention'; expected a list"),
+        (dict(model_type="qwen2", attention_bias="yes"), "bias is 'yes'; expected true or false"),
         (dict(model_type="mistral"), "absent, which means 4096.*null"),
         (dict(model_type="mistral", sliding_window=512), "window is 512.*max_position_embeddings"),
         (dict(model_type="mistral", sliding_window=0), r"attention \(sliding_window null\)$"),
