@@ -15,6 +15,7 @@ import numpy as np
 
 from spec_jax import rng
 from spec_jax.config import GREEDY_BELOW, SamplerConfig, columns
+from spec_jax.config.sampler import options
 from spec_jax.errors import ConfigError
 from spec_jax.processors import BatchedProcessor, from_configs
 from spec_jax.sharding import SAMPLED_ROWS, gather_vocab, shard_map_rows
@@ -335,11 +336,12 @@ def filters_of(configs: Sequence[SamplerConfig]) -> dict[str, jax.Array] | None:
     warm = [config for config in configs if config.temperature >= GREEDY_BELOW]
     if columns(warm, "filters") is None:  # no filter changes an argmax
         return None
-    filters = {name: np.asarray(x) for name, x in columns(configs, "filters").items()}
+    kinds = {name: type(field.default) for name, field in options().items()}
+    filters = {n: np.asarray(x, kinds[n]) for n, x in columns(configs, "filters").items()}
     with np.errstate(divide="ignore"):  # in float64: float32 rounds small min_p to 0
         filters["log_min_p"] = np.log(filters.pop("min_p"))
-    kinds = {"i": jnp.int32, "f": jnp.float32}
-    return {name: jnp.asarray(x, kinds[x.dtype.kind]) for name, x in filters.items()}
+    stored = {"i": jnp.int32, "f": jnp.float32}
+    return {name: jnp.asarray(x, stored[x.dtype.kind]) for name, x in filters.items()}
 
 
 def reference_filters(logits: np.ndarray, config: SamplerConfig) -> np.ndarray:

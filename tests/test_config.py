@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from spec_jax.config import (
@@ -17,6 +18,7 @@ from spec_jax.config import (
     TreeConfig,
     TypicalConfig,
     build,
+    check_integer,
 )
 from spec_jax.errors import ConfigError
 
@@ -341,3 +343,9 @@ def test_what_a_generation_config_states_and_we_lack_is_refused_by_name(stated):
 def test_stop_strings_of_a_generation_config_are_an_option_of_the_call():
     with pytest.raises(ConfigError, match=r"stop_strings is \['x'\], .*; pass stop="):
         SamplerConfig.from_generation_config({"stop_strings": ["x"]})
+
+
+def test_an_array_without_dimensions_is_an_integer():
+    assert check_integer("x", np.array(3), 1) == 3 == check_integer("x", np.int64(3), 1)
+    with pytest.raises(ConfigError, match=r"x is array\(\[1, 2\]\); expected an integer of 1"):
+        check_integer("x", np.array([1, 2]), 1)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from spec_jax.sampling import (
     _one_by_one,
     argmax,
     draft_samplers,
+    filters_of,
     is_dropped,
     make_sampler,
     process,
@@ -303,6 +305,16 @@ def test_draws_match_the_processed_distribution_and_never_take_a_dropped_token()
     assert seen[2] == 0
     expected = 40_000 * np.asarray([0.5, 0.25, 0.2, 0.05])
     assert stats.chisquare(np.delete(seen, 2), expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    "options", [dict(top_k=np.uint32(3)), dict(top_p=Fraction(1, 2)), dict(min_p=1), dict(top_k=2)]
+)
+def test_a_number_of_any_type_makes_the_same_arrays(options):
+    """As one type a parameter has one program."""
+    filters = filters_of([SamplerConfig(temperature=1.0, **options)])
+    types = {name: str(x.dtype) for name, x in filters.items()}
+    assert types == {"top_k": "int32", "top_p": "float32", "log_min_p": "float32"}
 
 
 def test_filters_of_greedy_rows_alone_are_left_out():

@@ -232,8 +232,11 @@ def sections(
         )
         parts.append(Section("Speed-up over K", [text], figure="speedup.png"))
     parts += [_acceptance(shown), *counted_sections(shown)]
+    begin = len(parts)
     for temperature in dict.fromkeys(r.cell.temperature for r in shown):
         parts += _categories([r for r in shown if r.cell.temperature == temperature])
+    if "categories.png" in figures:  # of all temperatures
+        parts[begin] = parts[begin]._replace(figure="categories.png")
     if len(by_batch(results)) > 1:
         parts.append(_curve(results))
     parts += [_rounds(shown), *_differences(shown)]
@@ -292,8 +295,7 @@ def _categories(group: Sequence[CellResult]) -> list[Section]:
     tau = section("Tau", lambda part: f"{part.tau:.2f}")
     if next(iter(known.values())).speedup is None:
         return [tau]
-    is_first = group[0].cell.temperature == 0
-    return [section("Speed-up", speedup)._replace(figure="categories.png" * is_first), tau]
+    return [section("Speed-up", speedup), tau]
 
 
 def shade(speedup: float) -> float | None:
@@ -332,12 +334,13 @@ def _rounds(shown: Sequence[CellResult]) -> Section:
     timed = [(r, r.round_time) for r in shown if r.round_time is not None]
     plain_ms = {r.cell.temperature: time.round_ms for r, time in timed if r.cell.is_plain}
     even_ms = [r.tau.value * plain_ms.get(r.cell.temperature, math.nan) for r, _ in timed]
-    ends = [x for (_, time), even in zip(timed, even_ms) for x in (time.round_ms, even)]
+    parts_ms = [(time.verify_ms, time.draft_ms, time.rest_ms) for _, time in timed]
+    drawn_ms = [[max(ms or 0.0, 0.0) for ms in parts] for parts in parts_ms]
+    ends = [*map(sum, drawn_ms), *(time.round_ms for _, time in timed), *even_ms]
     end = 1.02 * max((x for x in ends if math.isfinite(x)), default=1.0)
     rows = []
-    for (r, time), even in zip(timed, even_ms):
-        parts = (time.verify_ms, time.draft_ms, time.rest_ms)
-        sums = np.cumsum([0, *(max(ms or 0.0, 0.0) for ms in parts)]) / end
+    for (r, time), even, parts, drawn in zip(timed, even_ms, parts_ms, drawn_ms):
+        sums = np.cumsum([0, *drawn]) / end
         bar = [(f"s{i}", *ends) for i, ends in enumerate(zip(sums, sums[1:]))]
         bar += [("tick", even / end, even / end)] * (even <= end)
         ratio = r.speedup.value / r.predicted_speedup if r.predicted_speedup else None

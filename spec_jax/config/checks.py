@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,14 +52,16 @@ def check_integer(name: str, value: Any, least: int) -> int:
 
     Args:
       name: what the error calls the value.
-      value: an integer, of NumPy too.
+      value: anything that can serve as an index.
       least: smallest value that is accepted; the largest is that of int32.
 
     Raises:
       ConfigError: the value is not an integer in this range.
     """
+    with contextlib.suppress(TypeError):  # an array without dimensions is an index, too
+        value = value if isinstance(value, bool) else operator.index(value)
     check(is_integer(value, least), name, value, f"an integer of {least} or more")
-    return int(value)
+    return value
 
 
 def is_list(value: Any) -> bool:

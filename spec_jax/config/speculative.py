@@ -163,6 +163,9 @@ class SpeculativeConfig:
             return lambda: self.speculative_method == method
         return flat_attribute(self, name)
 
+    def __dir__(self):
+        return [*super().__dir__(), *(f"is_{method}" for method in METHODS)]
+
     @property
     def is_adaptive(self) -> bool:
         return self.adaptive is not None

@@ -165,14 +165,20 @@ class Driver:
         return finish, ending
 
     def collect(self, row: Row, record: decoding.Record) -> Generation:
-        """Returns what a row has produced, and counts it.
+        """Returns what a row has produced.
 
         Args:
           row: one that has ended.
           record: its own.
         """
-        found = collect(record, row.text, self.engine.system)
+        return collect(record, row.text, self.engine.system)
+
+    def count_row(self, found: Generation) -> None:
+        """Counts a row that is collected, and remembers its tokens.
+
+        Args:
+          found: what it has produced.
+        """
         self.engine.remember(found.tokens)
         is_fallback = int(self.engine.is_fallback)
         self.count(dataclasses.replace(found.stats, n1_fallbacks=is_fallback))
-        return found

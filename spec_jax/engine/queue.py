@@ -373,6 +373,7 @@ class DecodeQueue:
     def _collect(self, finished: tuple[Row, decoding.Record]) -> tuple[int, Generation]:
         row, record = finished
         generation = self._driver.collect(row, jax.device_get(record))
+        self._driver.count_row(generation)
         system = self._driver.engine.system
         sampler = sampler_of(self._driver.samplers, row.index)
         fault = fault_of(generation, system, sampler, row.prompt)

@@ -215,6 +215,8 @@ class Session:
             driver.collect(row, jax.tree.map(lambda x: x[place], record))
             for place, row in driver.rows.items()
         ]
+        for row in self._rows:  # once all are there: Ctrl-C until now leaves nothing counted
+            driver.count_row(row)
         self._totals.add(self._counted.value)
         prompts = [row.prompt for row in driver.rows.values()]
         args = (self._rows, driver.engine.system, driver.samplers, prompts)

@@ -248,6 +248,7 @@ def results_of(
         outputs = [[rows[i] for i in prompts] for prompts in questions]
         counts[cell] = count = Counts.of(outputs)
         own_s, own_tokens = run.pairs
+        plain_s, plain_tokens = plain.pairs
         stats = Stats(
             prefill_s=sum(one.prefill_s for one in run.runs.values()),
             decode_s=float(own_s.sum()) * len(run.runs) / len(own_s),  # once for each batch
@@ -264,6 +265,7 @@ def results_of(
             run.rule.is_lossless,
             _speedup(run, plain, questions),
             float(own_tokens.sum() / max(own_s.sum(), 1e-9)),
+            float(plain_tokens.sum() / max(plain_s.sum(), 1e-9)),
             len(own_s),
             sum((row.stats for row in rows.values()), stats),
             tau,
@@ -324,9 +326,13 @@ def _category(run, plain, counts, questions, group, chosen) -> CategoryResult:
     speedup = _speedup(run, plain, questions)
     if len(chosen) < _MIN_QUESTIONS:
         speedup = NONE._replace(value=speedup.value)
-    times, tokens = run.of_questions(questions)
-    rate = float(tokens.sum() / max(times.sum(), 1e-9))
-    return result._replace(tokens_per_s=rate, speedup=speedup)
+
+    def rate(run):
+        times, tokens = run.of_questions(questions)
+        return float(tokens.sum() / max(times.sum(), 1e-9))
+
+    speeds = {"tokens_per_s": rate(run), "plain_tokens_per_s": rate(plain)}
+    return result._replace(speedup=speedup, **speeds)
 
 
 def _first_of_same_k(cells: Sequence[Cell], cell: Cell) -> Cell | None:

@@ -213,7 +213,7 @@ def sections(records: Mapping[str, RoundProfile]) -> list[Section]:
       records: The records by what was profiled.
     """
     found = [_section(label, record) for label, record in records.items()]
-    return [found[0]._replace(text=[LEGEND]), *found[1:]] if found else []
+    return [found[0]._replace(text=[LEGEND, *found[0].text]), *found[1:]] if found else []
 
 
 def _section(label: str, record: RoundProfile) -> Section:

@@ -93,6 +93,7 @@ class CategoryResult(NamedTuple):
     acceptance: tuple[Interval, ...]
     tokens_per_s: float | None = None
     speedup: Interval | None = None
+    plain_tokens_per_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns an entry of ``categories`` of report.json."""
@@ -104,9 +105,9 @@ class CategoryResult(NamedTuple):
         }
         if self.speedup is None:
             return entry
-        plain = self.tokens_per_s / (self.speedup.value or math.nan)
-        speeds = {"tokens_per_s": self.tokens_per_s, "plain_tokens_per_s": plain}
-        return entry | speeds | figure("speedup", self.speedup)
+        speeds = ("tokens_per_s", "plain_tokens_per_s")
+        entry |= {name: getattr(self, name) for name in speeds}
+        return entry | figure("speedup", self.speedup)
 
 
 class KindResult(NamedTuple):
@@ -185,6 +186,7 @@ class CellResult:
       is_lossless: Whether the rule keeps the target's distribution.
       speedup: Tokens per second over those of plain decoding; of plain decoding 1.
       tokens_per_s: Decoded tokens per second, without prefill and compilation.
+      plain_tokens_per_s: Those of plain decoding, which took turns with the cell.
       num_pairs: The pairs of times that the interval of the speed-up is over.
       stats: Counts and times of all rows.
       tau: Mean acceptance length, tokens emitted per target pass.
@@ -212,6 +214,7 @@ class CellResult:
     is_lossless: bool
     speedup: Interval
     tokens_per_s: float
+    plain_tokens_per_s: float
     num_pairs: int
     stats: Stats
     tau: Interval
@@ -234,11 +237,6 @@ class CellResult:
     def rows(self) -> int:
         """The number of prompts."""
         return sum(self.finish_reasons.values())
-
-    @property
-    def plain_tokens_per_s(self) -> float:
-        """Tokens per second of plain decoding, which took turns with the cell."""
-        return self.tokens_per_s / self.speedup.value if self.speedup.value else math.nan
 
     @property
     def is_identical(self) -> bool | None:

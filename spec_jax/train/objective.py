@@ -85,8 +85,8 @@ class Objective(NamedTuple):
     def options(self) -> frozenset[str]:
         """The names of the loss's options."""
         known = inspect.signature(self.loss).parameters.values()
-        keywords = {p.name for p in known if p.kind is p.KEYWORD_ONLY}
-        return frozenset(keywords - {"config", "model", "counts"})
+        named = {p.name for p in known if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
+        return frozenset(named - {"config", "model", "counts"})
 
     def known(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of some options that the loss has, such as defaults for all objectives."""

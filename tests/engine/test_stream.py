@@ -13,6 +13,7 @@ import pytest
 from support.circle import CIRCLE, FEW, NEW, TEXT, V, check_counts, check_whole
 
 from spec_jax import Cancelled, DecodeQueue, SamplerConfig, decoding
+from spec_jax.engine import driver
 
 
 @pytest.mark.exhaustive
@@ -136,6 +137,24 @@ def test_ctrl_c_between_two_rounds_loses_nothing(decoder, on_round):
     assert stream.result.finish_reason == "cancelled" and len(stream.result.tokens) >= 2
     check_counts(decoder, [stream.result])
     assert decoder.generate("a", NEW).tokens == tuple(TEXT)
+
+
+def test_ctrl_c_while_rows_are_collected_counts_each_once(decoder, monkeypatch):
+    real = driver.collect
+    calls = []
+
+    def collect(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(driver, "collect", collect)
+    decoder.reset_stats()
+    with decoder.stream(["a", "a"], NEW) as stream:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    check_counts(decoder, stream.result)
 
 
 def test_ctrl_c_within_a_round_is_named(decoder, monkeypatch):

@@ -1,5 +1,6 @@
 """A round's stages in a recorded trace: names from the program's text, every moment once."""
 
+import dataclasses
 import gzip
 import json
 import statistics
@@ -178,6 +179,8 @@ def test_a_table_says_what_is_left_and_several_processes_are_refused(monkeypatch
     rows = section.table.rows
     assert rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
     assert rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
+    (section,) = profiling.sections({"mine": dataclasses.replace(record, note="nothing traced")})
+    assert section.text == [profiling.LEGEND, "nothing traced"]
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(ConfigError, match="traces one process; these are 2"):
         profiling.check()

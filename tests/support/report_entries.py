@@ -27,7 +27,7 @@ def result(method="eagle-3", k=3, temperature=0.0, **changes):
     cell = dict(rule="greedy", tree=None)
     cell = Cell(method, k, temperature, *(changes.pop(name, x) for name, x in cell.items()))
     fields = dict(batch=1, is_lossless=True, speedup=Interval(1.4321, 1.2111, 1.6543))
-    fields |= dict(tokens_per_s=733.0, num_pairs=16, stats=Stats())
+    fields |= dict(tokens_per_s=733.0, plain_tokens_per_s=511.8, num_pairs=16, stats=Stats())
     fields |= dict(tau=NONE._replace(value=2.765), predicted_speedup=1.5678)
     fields |= dict(acceptance=tuple(NONE._replace(value=x) for x in (0.8, 0.71, math.nan)))
     fields |= dict(identical_rows=16, finish_reasons={"length": 16})

@@ -14,7 +14,7 @@ def result(name="a", low=math.nan, high=math.nan, speedup=None, stats=stats.Stat
     cell = Cell(name, *(changes.pop(key, x) for key, x in cell.items()))
     value = (low * high) ** 0.5 if speedup is None else speedup
     fields = dict(batch=1, is_lossless=True, speedup=Interval(value, low, high))
-    fields |= dict(tokens_per_s=400.0, num_pairs=4, stats=stats)
+    fields |= dict(tokens_per_s=400.0, plain_tokens_per_s=200.0, num_pairs=4, stats=stats)
     fields |= dict(
         tau=NONE._replace(value=stats.tau), finish_reasons={"length": 4}, identical_rows=4
     )

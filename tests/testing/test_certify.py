@@ -364,17 +364,17 @@ def test_drafts_that_requests_of_one_draft_sampler_share_are_caught():
 @pytest.mark.exhaustive
 def test_top_p_before_temperature_is_caught(monkeypatch):
     def process(logits, sampler, drafted, is_before, *, is_argmax):
-        """As ``sampling._process``, but the filters see the logits before the temperature."""
+        """As ``sampling.process_rows``, but the filters see the logits before the temperature."""
         warm = sampler.replace(filters=None)
         x = honest(logits, warm, drafted, is_before, is_argmax=is_argmax)
         if is_argmax or sampler.filters is None:
             return x
         t = jnp.where(sampler.is_greedy, 1.0, sampler.temperature)[:, None, None]
         before = jax.lax.optimization_barrier(x * t)
-        return jnp.where(sampling._is_dropped(before, sampler.filters), -jnp.inf, x)
+        return jnp.where(sampling.is_dropped(before, sampler.filters), -jnp.inf, x)
 
-    honest = sampling._process
-    monkeypatch.setattr(sampling, "_process", process)
+    honest = sampling.process_rows
+    monkeypatch.setattr(sampling, "process_rows", process)
     caught(WHERE + ".*top_p")
 
 
