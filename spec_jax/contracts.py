@@ -155,7 +155,7 @@ class Proposal:
         return jnp.where(self.is_offered, depths, 0).max(axis=-1)
 
     def at_parents(self, x: jax.Array) -> jax.Array:
-        """Returns [B,K], the values of the drafts' parents, of those of all nodes, [B,Q]."""
+        """Picks each draft's parent from per-node values: [B,Q] in, [B,K] out."""
         if self.parents is None:
             return x[..., : self.tokens.shape[-1]]
         return jnp.take_along_axis(x, self.parents, axis=-1)

@@ -139,7 +139,7 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
 
 
 def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
-    """What a call returns, and None; or None, and the message of its error."""
+    """Calls a function; returns (result, None), or (None, message) where it raises our error."""
     try:
         return call(*args), None
     except SpecJaxError as error:

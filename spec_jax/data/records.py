@@ -276,7 +276,7 @@ def _message(turn: Any, source: str) -> dict[str, Any]:
 
 
 def _what_is_wrong(value: dict[str, Any]) -> str:
-    """Names the value because of which an object has none of the forms, or all of its keys."""
+    """Says why an object has none of the known forms: its wrong value, or its keys."""
     keys = sorted((key for key in _EXPECTED if key in value), key=lambda key: value[key] is None)
     if not keys:
         return f"an object with the keys {', '.join(map(repr, value)) or 'none'}. {_WHOLE}"

@@ -506,7 +506,7 @@ class HeadFormats:
     def _shared(
         self, reading: Reading, target: LoadedModel, mesh: Mesh | None, rules: AxisRules
     ) -> Any:
-        """Drops copies of the target's ends; returns the config with the ends that are its own."""
+        """Drops copies of the target's ends; returns the config, which says which ends are left."""
         config = reading.config
         tensors = reading.tensors
         shape = (config.target_vocab_size, config.layer.hidden_size)

@@ -215,7 +215,7 @@ def unfused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, int, ra
 
 
 class Unfused:
-    """Tensors of which those of experts are apart, however the files hold them, see ``unfused``.
+    """A view of tensors in which each expert has its own, see ``unfused``.
 
     Args:
       source: of ``StrictReader``.

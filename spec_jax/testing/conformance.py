@@ -443,7 +443,7 @@ def _check_samples(run: _Run) -> None:
 
 
 def _check_logprobs(run: _Run) -> None:
-    """Log-probabilities are asked for without another token, and are those of plain decoding."""
+    """Asking for log-probabilities changes no token, and they equal those of plain decoding."""
     rows = _call(run, logprobs=True)
     plain = _call(run, decoder=run.plain, logprobs=True)
     if not run.is_coupled:

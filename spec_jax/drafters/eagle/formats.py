@@ -95,7 +95,7 @@ def _if_stored(key: str, tensor: str) -> Callable[[Reading], tuple[bool, str]]:
 
 
 def _owns_embed(reading: Reading) -> tuple[bool, str]:
-    """By default a head of another width has an embedding of its own, and P-EAGLE's in the file."""
+    """A head that is not as wide as its target has its own embedding, as has a P-EAGLE file's."""
     is_narrow = reading.values["layer"].hidden_size != reading.target.hidden_size
     is_own = is_narrow or reading.cls.is_parallel and _EMBED in reading.names
     return is_own and reading.format != EAGLE_1, ""

@@ -129,7 +129,7 @@ def _may_own(modules: Reading, end: End) -> tuple[bool, ...]:
 
 
 def _shared_ends(modules: Reading, head: LoadedHead) -> dict[str, tuple[str, ...]]:
-    """What files have of the ends that these modules share with the target, by weight."""
+    """Returns the tensors that files hold of the ends shared with the target, by weight."""
     return {
         end.weight: end.stored
         for end in _ends(modules)

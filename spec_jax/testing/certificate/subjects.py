@@ -138,12 +138,12 @@ class Subject:
         return logits
 
     def system(self, rule: Rule, num_draft: int) -> decoding.System:
-        """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree."""
+        """Returns the system of a rule; ``num_draft`` is K of a chain, a tree has its own size."""
         return system_of(self.target.model, self.drafter, rule, num_draft)
 
 
 def system_of(target: Model, drafter: Drafter, rule: Rule, num_draft: int) -> decoding.System:
-    """Returns what decodes, with ``num_draft`` drafts, or those of the drafter's tree.
+    """Returns the system of a rule; ``num_draft`` is K of a chain, a tree has its own size.
 
     Args:
       target: the target.
