@@ -232,11 +232,14 @@ def sections(
         )
         parts.append(Section("Speed-up over K", [text], figure="speedup.png"))
     parts += [_acceptance(shown), *counted_sections(shown)]
-    begin = len(parts)
-    for temperature in dict.fromkeys(r.cell.temperature for r in shown):
-        parts += _categories([r for r in shown if r.cell.temperature == temperature])
-    if "categories.png" in figures:  # of all temperatures
-        parts[begin] = parts[begin]._replace(figure="categories.png")
+    groups = (
+        [r for r in shown if r.cell.temperature == temperature]
+        for temperature in dict.fromkeys(r.cell.temperature for r in shown)
+    )
+    categories = [part for group in groups for part in _categories(group)]
+    if categories:  # one plot of all temperatures
+        categories[0] = categories[0]._replace(figure="categories.png")
+    parts += categories
     if len(by_batch(results)) > 1:
         parts.append(_curve(results))
     parts += [_rounds(shown), *_differences(shown)]

@@ -98,6 +98,8 @@ def test_bars_end_within_their_cell_and_every_plot_stands_in_one_section():
     ends = [end for cell in cells for *_, end in getattr(cell, "bar", ())]
     assert len(ends) >= 3 and max(ends) <= 1
     assert [part.figure for part in parts if part.figure] == [*figures]
+    alone = [plain(categories={"g": category()})]
+    assert "categories.png" not in [p.figure for p in sections(report, alone, {}, figures)]
 
 
 def test_page_markdown_and_screen_show_every_figure_of_a_run(tmp_path):
