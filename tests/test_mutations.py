@@ -60,7 +60,7 @@ MUTATIONS = mutants.read("""
         apply_limits: x_ & (num_before < kept) -> x_
         test_greedy_rows_of_trees_are_those_of_automata_walked_by_hand
     a queue counts its rows twice
-        Driver.collect: self.count(x_) -> self.count(x_ + x_)
+        Driver.count_row: self.count(x_) -> self.count(x_ + x_)
         test_every_prompt_gives_its_greedy_stream
     * noise of the position before
         round_noise.at: keys_(x_, start + 1 + i) -> keys_(x_, start + i)
