@@ -35,6 +35,7 @@ def _add_generate(commands) -> None:
         "generate",
         help="continue a prompt; the text streams to stdout, a summary to stderr",
         description="Continues a prompt. The text streams to stdout, a summary to stderr.",
+        epilog='example: %(prog)s zoo/target "def binary_search(" --draft zoo/eagle3',
     )
     add = command.add_argument
     add("target", help="a zoo name, a directory or a hub id, such as zoo/target")

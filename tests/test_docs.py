@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import spec_jax
 from spec_jax.config import METHODS
 from spec_jax.drafters import registry
 
@@ -71,6 +72,20 @@ def test_a_page_runs(name, capsys, forget_kinds):
     assert bool(printed) == (name in CERTIFIED)
     assert max(map(float, printed), default=0.0) < 1e-6  # errors of the certificates
     assert "No certificate" not in out
+
+
+@pytest.mark.exhaustive
+def test_prompts_that_a_newcomer_copies_give_text_to_read():
+    """A prompt after which a model of this size repeats one word is not shown, see ``0, 0, 0``."""
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/decode.md")]
+    texts = "".join([*pages, spec_jax.SpeculativeDecoder.stream.__doc__])
+    shown = set(re.findall(r'"(?:def|class|import) [^"\n]*"', texts))
+    prompts = sorted(map(ast.literal_eval, shown))
+    assert "def binary_search(" in prompts
+    decoder = spec_jax.SpeculativeDecoder(spec_jax.load_model("zoo/target"))
+    for prompt, row in zip(prompts, decoder.generate(prompts, 64)):
+        words = row.text.split()
+        assert len(set(words)) > len(words) / 3, prompt + row.text
 
 
 def test_every_paper_that_the_code_names_is_among_the_references():

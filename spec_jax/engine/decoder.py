@@ -415,7 +415,7 @@ class SpeculativeDecoder(ReprMixin):
           target = spec_jax.load_model("zoo/target")
           config = spec_jax.SpeculativeConfig("ngram", 3)
           decoder = spec_jax.SpeculativeDecoder(target, config=config)
-          for piece in decoder.stream("def add(", max_new_tokens=8):
+          for piece in decoder.stream("def connect(self", max_new_tokens=32):
               print(piece, end="", flush=True)
           ```
 
