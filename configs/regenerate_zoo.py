@@ -35,7 +35,8 @@ def get_config() -> ConfigDict:
     config.held_out_share = 0.02  # of conversations, skipped: those that train_head holds out
     config.num_prompts = 2000  # 0: all of a file; may change between runs
     config.min_prompt_tokens = 8  # of the pieces
-    config.max_prompt_tokens = 64  # longer prompts of a file are skipped
+    # Of the pieces; longer prompts of a file are skipped. Default: 64, and no limit for a file.
+    config.max_prompt_tokens = placeholder(int)
     config.tests_share = 0.25  # of the standard library's own tests
     config.max_new_tokens = 192  # maximum output tokens of a response
     config.temperatures = (0.0, 1.0)  # prompt i has number i modulo their count

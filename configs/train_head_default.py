@@ -78,10 +78,12 @@ def get_config() -> ConfigDict:
     )
     config.data = ConfigDict(
         {
-            "text": "stdlib",  # the library's source; or files and folders, comma-separated
+            # "stdlib", the library's source; or files and folders, comma-separated. By default the
+            # library's source, or of another target than the zoo's its responses alone, as "" does.
+            "text": placeholder(str),
             "text_share": 0.5,  # of the windows that are text, not responses
             "tests_share": 0.25,  # of the standard library's own tests
-            "held_out_share": 0.02,  # of the files' documents; the library has held-out modules
+            "held_out_share": 0.02,  # of files' documents or, without text, of responses
             # Variables of the chat template, as JSON: {"enable_thinking": false}; empty: none.
             "chat_template_kwargs": "",
             "max_length": 0,  # longer documents of files are left out; 0: none, windows cut them

@@ -42,7 +42,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.evaluation.prompts import PromptEncoder, check_effect
+from spec_jax.evaluation.prompts import PromptEncoder, check_effect, room_for_prompt
 from spec_jax.loading import DTYPES, load_model
 from spec_jax.progress import Progress
 from spec_jax.show.tables import Section
@@ -52,6 +52,7 @@ from spec_jax.show.tables import Section
 _FREE = ("num_prompts", "log_every_s")
 _FREE_IN_FLOAT32 = ("batch", "mesh", "is_draft_replicated")
 _BY_IDS = ("prompts",)  # a file that may grow: each response is kept beside its prompt's ids
+_PIECE = 64  # tokens of the longest piece by default
 _CHARS_A_TOKEN = 16  # more than tokens of code have on average
 Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
@@ -64,13 +65,16 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, regenerate_zoo.get_config())
     config = config.copy_and_resolve_references()
+    if config.max_prompt_tokens is None and not config.prompts:
+        config.max_prompt_tokens = _PIECE
     longest = config.max_prompt_tokens
-    sizes = ("k", "batch", "max_prompt_tokens", "max_new_tokens")
+    sizes = ("k", "batch", "max_new_tokens", "min_prompt_tokens")
     cli.require_each(
         config,
-        *((config[name] >= 1, name, "1 or more") for name in (*sizes, "min_prompt_tokens")),
+        *((config[name] >= 1, name, "1 or more") for name in sizes),
+        (longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none"),
         (
-            config.min_prompt_tokens <= longest,
+            longest is None or config.min_prompt_tokens <= longest,
             "min_prompt_tokens",
             f"at most max_prompt_tokens {longest}",
         ),
@@ -122,7 +126,7 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
         raise ConfigError(
             f"rule {system.rule.name!r} changes the target's distribution; use a lossless one"
         )
-    check_room(system, config.max_prompt_tokens, config.max_new_tokens)
+    check_room(system, config.max_prompt_tokens or 1, config.max_new_tokens)
     return decoder
 
 
@@ -191,6 +195,16 @@ def _encoded(
         first += number
 
 
+def _listed(prompts: Pairs, total: int) -> list[tuple[int, list[int]]]:
+    """Returns all prompts, with progress."""
+    pairs = []
+    with Progress(total, "encoding prompts", every_s=10.0) as bar:
+        for index, ids in prompts:
+            pairs.append((index, ids))
+            bar.step(f"{len(ids)} tokens")
+    return pairs
+
+
 def _is_held_out(record: Conversation | Text, held_out: HeldOut) -> bool:
     """Whether a record is an answered conversation that training holds out."""
     is_answered = isinstance(record, Conversation) and is_document(record)
@@ -241,6 +255,11 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         head = report.begin("regenerate", folder, resolved)
         report.write_json(folder / cli.INPUTS, sums)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
+        longest = config.max_prompt_tokens
+        if longest is None:  # of a file, whose prompts are encoded to know
+            prompts = _listed(prompts, total)
+            room = room_for_prompt(decoder.target, config.max_new_tokens)
+            longest = max((len(ids) for _, ids in prompts if len(ids) <= room), default=1)
         num_before = len(responses)
         begin_s = time.monotonic()
         stats = Stats()
@@ -253,7 +272,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         def queued() -> Iterator[tuple[int, list[int]]]:
             nonlocal num_left_out
             for index, ids in responses.unanswered(prompts):
-                if len(ids) > config.max_prompt_tokens:
+                if len(ids) > longest:
                     num_left_out += 1
                     bar.step("one prompt is too long")
                     continue
@@ -264,7 +283,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
             decoder,
             queued(),
             batch=config.batch,
-            max_prompt_tokens=config.max_prompt_tokens,
+            max_prompt_tokens=longest,
             max_new_tokens=config.max_new_tokens,
         )
         for index, row in queue:

@@ -215,8 +215,9 @@ def make_head(
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError if a key is unknown or a value cannot be trained with."""
+    """Fills in ``data.text``; raises ConfigError if a key or a value cannot be trained with."""
     cli.check_keys(config, train_head_default.get_config())
+    config.data.text = texts.sources(config)
 
     def check(ok, name, expected):
         return cli.require(ok, config, name, expected)
@@ -282,14 +283,15 @@ class HeadExperiment:
                 f"{self.target.name} has no tokenizer; expected tokenizer.json beside it"
             )
         folder = workdir / "data"
-        text, self.held_out = texts.load(config.data, tokenizer, folder, config.eval.prompts)
+        data = config.data
+        enough = config.eval.windows * config.length
+        text, self.held_out = texts.load(data, tokenizer, folder, config.eval.prompts, enough)
         self.texts = [text]
-        if config.data.responses:
-            path = pathlib.Path(config.data.responses)
-            self.texts.append(texts.load_responses(path, tokenizer))
+        if data.text and data.responses:
+            self.texts.append(texts.load_responses(pathlib.Path(data.responses), tokenizer))
         texts.check_held_out(self.held_out, config.length, config.data)
         self._eval_windows = self.held_out.num_windows(config.length)
-        shares = [config.data.text_share, config.data.responses_share][: len(self.texts)]
+        shares = [data.text_share] * bool(data.text) + [data.responses_share] * bool(data.responses)
         windows = config.batch * config.optimizer.accumulate
         self._batches = window_batches(
             self.texts, shares, seed=config.seed, batch=windows, length=config.length

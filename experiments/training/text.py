@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from configs import train_head_default
 from experiments.run import cli, inputs
 from spec_jax import processes
 from spec_jax.data import packed, python_source, questions
 from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder, check_variables, read_documents
 from spec_jax.data.records import Text, read_records
-from spec_jax.data.splits import SPLITS, HeldOut
+from spec_jax.data.splits import SPLITS, HeldOut, unit_hash
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.prompts import check_effect, cut, fit, room_for_prompt
 from spec_jax.loading import LoadedModel
@@ -43,14 +44,29 @@ _REASONS = {  # of what is left out, by the names in a corpus' counts
 def validate(config: ConfigDict) -> None:
     """Raises ConfigError if a value of ``config.data`` is out of range."""
     data = config.data
+    is_given = all(_paths(data)) or (data.text == "" and data.get("responses"))
     sources = "'stdlib', or files and folders separated by commas, none of them empty"
     for name, ok, expected in (
-        ("text", all(_paths(data)), sources),
+        ("text", is_given, sources),
         ("tests_share", 0 <= data.tests_share <= 1, "a number in [0, 1]"),
         ("held_out_share", 0 < data.held_out_share < 1, "a number above 0 and below 1"),
         ("max_length", data.max_length == 0 or data.max_length >= 2, "0 (no limit), or 2 or more"),
     ):
         cli.require(ok, config, f"data.{name}", expected)
+
+
+def sources(config: ConfigDict) -> str:
+    """Returns ``data.text``, or what is read in its place where it is not given.
+
+    The library's source is the zoo's training text. Responses of another target are read alone.
+
+    Args:
+      config: See ``configs/train_head_default.py``.
+    """
+    if config.data.text is not None:
+        return config.data.text
+    is_zoo = config.target == train_head_default.get_config().target
+    return STDLIB if is_zoo or not config.data.responses else ""
 
 
 def texts_of(data: ConfigDict) -> Iterator[str]:
@@ -69,17 +85,18 @@ def texts_of(data: ConfigDict) -> Iterator[str]:
 
 
 def load(
-    data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, prompts: str = ""
+    data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, prompts: str = "", enough: int = 0
 ) -> tuple[Corpus, Corpus]:
     """Returns the text to train on and the held-out text.
 
     Args:
-      data: ``text`` names the sources: "stdlib", or files and folders separated by commas. See
-        ``configs/train_head_default.py`` for the other keys.
+      data: ``text`` names the sources: "stdlib", or files and folders separated by commas; "" means
+        ``responses`` alone. See ``configs/train_head_default.py`` for the other keys.
       tokenizer: The tokenizer, with its chat template.
       folder: The folder for packed documents. Those that it has are packed again if a file, the
         tokenizer, its chat template or a key of ``data`` has changed.
       prompts: The file of prompts that a draft will be measured on; "" if there is none.
+      enough: Tokens of responses to hold out, see ``split_responses``.
 
     Raises:
       ConfigError: A file that cannot be read, another vocabulary, a split without text, or
@@ -89,6 +106,10 @@ def load(
     tokenizer = tokenizer.with_chat_template_kwargs(variables)
     check_variables(tokenizer)
     asked = questions.read(prompts, []) if variables and prompts else []
+    if not data.text:
+        check_effect(variables, asked)
+        responses = load_responses(pathlib.Path(data.responses), tokenizer)
+        return split_responses(responses, data.held_out_share, enough)
     if data.text == STDLIB:
         check_effect(variables, asked)
         return tuple(_of_library(split, data, tokenizer) for split in SPLITS)
@@ -215,6 +236,37 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
     return Corpus(
         str(path), np.concatenate(ids), np.concatenate(mask), np.asarray(starts), counts=counts
     )
+
+
+def split_responses(corpus: Corpus, share: float, enough: int) -> tuple[Corpus, Corpus]:
+    """Splits responses by their prompts, so that all responses to one are on the same side.
+
+    Args:
+      corpus: Of ``load_responses``.
+      share: The part of the prompts that is held out.
+      enough: Tokens to hold out if the share holds fewer, at most an eighth of all.
+
+    Returns:
+      The responses to train on, and those held out.
+    """
+    sizes = np.diff(corpus.starts)
+    parts = np.split(corpus.tokens, corpus.starts[1:-1])
+    masks = np.split(corpus.mask, corpus.starts[1:-1])
+    ranks = np.asarray([unit_hash(ids[~mask].tobytes()) for ids, mask in zip(parts, masks)])
+    order = np.argsort(ranks)
+    enough = min(enough, len(corpus.tokens) // 8)
+    least = ranks[order][np.searchsorted(np.cumsum(sizes[order]), enough)]
+    is_held_out = (ranks < share) | (ranks <= least)
+
+    def part(name: str, chosen: np.ndarray, counts: dict[str, int], *notes: str) -> Corpus:
+        rows = np.repeat(chosen, sizes)
+        starts = np.concatenate([[0], np.cumsum(sizes[chosen])])
+        counts = {**counts, "documents": int(chosen.sum())}
+        name = f"{corpus.name} ({name})"
+        return Corpus(name, corpus.tokens[rows], corpus.mask[rows], starts, counts, notes)
+
+    note = f"{is_held_out.sum()} of {len(sizes)} responses are held out, by their prompts"
+    return (part("train", ~is_held_out, {**corpus.counts}), part("held_out", is_held_out, {}, note))
 
 
 def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:

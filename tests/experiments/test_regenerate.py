@@ -153,6 +153,17 @@ def test_other_prompts_of_the_same_config_are_refused(pair, tmp_path):
         regenerate(config, tmp_path / "run")
 
 
+def test_no_prompt_of_a_file_is_skipped_that_the_target_holds(pair, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    target = load_model(pair / "target")
+    long = next(n for n in range(99) if len(target.tokenizer.encode("import " * n)) > 64 - NEW)
+    write_lines(file, ({"prompt": "import " * n} for n in (1, long - 1, long)))
+    config = small(pair, prompts=str(file), num_prompts=0, draft="", max_prompt_tokens=None)
+    report = regenerate(config, tmp_path / "run")
+    assert (report["responses"], report["left_out"]) == (2, 1)
+    assert sorted(json.loads(line)["index"] for line in lines(tmp_path / "run")) == [0, 1]
+
+
 @pytest.mark.parametrize("file", ["target/model.safetensors", "draft/model.safetensors"])
 def test_a_run_does_not_go_on_with_other_weights(pair, tmp_path, monkeypatch, file):
     """Nothing is decoded: a queue that answers nothing, and a response that is there."""

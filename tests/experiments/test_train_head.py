@@ -216,6 +216,11 @@ def test_tau_is_measured_on_the_held_out_text_unless_prompts_are_named(files, tm
     pieces = {tuple(tokens_of[i : i + 9]) for i in range(len(tokens_of))}
     assert len(experiment._prompts) == 3 and {len(ids) for ids in experiment._prompts} == {9}
     assert set(map(tuple, experiment._prompts)) < pieces
+    changes = {"eval.prompts": "", "data.text": "", "data.held_out_share": 0.25}
+    experiment = HeadExperiment(small(files, **changes), tmp_path)  # of responses alone
+    assert [text.name for text in experiment.texts] == [f"{files / 'responses.jsonl'} (train)"]
+    rows = [json.loads(line) for line in (files / "responses.jsonl").read_text().splitlines()]
+    assert {tuple(ids) for ids in experiment._prompts} <= {tuple(r["prompt_ids"]) for r in rows}
 
 
 def test_documents_of_a_batch_begin_where_the_files_do_if_they_are_asked_for(files, tmp_path):

@@ -149,3 +149,44 @@ def test_prompts_end_where_answers_begin_or_anywhere_in_a_text(tmp_path):
     assert found[0] == list(range(15)) and [len(x) for x in found[1:]] == [100] * 3
     assert not set(found[1]) & set(found[2]) and max(found[3]) < 999
     assert len(texts.held_out_prompts(text, 99, 100)) == 10
+
+
+def test_responses_without_text_are_split_by_their_prompts(tmp_path):
+    rows = [
+        {"prompt_ids": [1, 2, i], "response_ids": [60 + i, 99, *range(40, 40 + i)]}
+        for i in (*range(30), *range(30))
+    ]
+    write_lines(tmp_path / "responses.jsonl", rows)
+    options = dict(responses=str(tmp_path / "responses.jsonl"), held_out_share=0.01)
+    data = train_head_default.get_config().data
+    data.update(text="", **options)
+    total = sum(len(row["prompt_ids"] + row["response_ids"]) for row in rows)
+    for enough in (1, 90, total):
+        split = texts.load(data, byte_level(CHATML), tmp_path, enough=enough)
+        prompts = []
+        for corpus in split:
+            documents = np.split(corpus.tokens, corpus.starts[1:-1])
+            prompts.append([ids.tolist()[2] for ids in documents])
+            np.testing.assert_array_equal(corpus.mask[corpus.starts[:-1] + 3], True)
+            assert not any(corpus.mask[corpus.starts[:-1] + i].any() for i in range(3))
+            assert corpus.counts["documents"] == len(documents)
+        train, held_out = map(set, prompts)
+        assert not train & held_out and train | held_out == set(range(30))
+        assert sorted(prompts[0] + prompts[1]) == sorted([*range(30), *range(30)])
+        held = len(split[1].tokens)
+        assert held >= min(enough, total // 8) and held < total // 4
+        found = texts.held_out_prompts(split[1], 99, 64)
+        assert sorted(found) == sorted([1, 2, i] for i in prompts[1])
+
+
+@pytest.mark.parametrize(
+    "target, responses, text",
+    [("zoo/target", "a.jsonl", "stdlib"), ("chat", "a.jsonl", ""), ("chat", None, "stdlib")],
+)
+def test_responses_of_another_target_than_the_zoos_are_read_alone(target, responses, text):
+    config = train_head_default.get_config()
+    config.target = target
+    config.data.responses = responses
+    assert texts.sources(config) == text
+    config.data.text = "own.jsonl"
+    assert texts.sources(config) == "own.jsonl"
