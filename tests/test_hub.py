@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub import constants, errors
+from support.gguf_files import write
 from support.tiny_models import LLAMA, random_weights
 from support.tiny_tokenizers import letters
 
@@ -162,11 +163,10 @@ def test_a_name_that_is_no_id_does_not_reach_the_hub(monkeypatch, tmp_path, name
     assert not asked
 
 
-@pytest.mark.parametrize("repo, words", [("o/m", "run `hf download o/m`"), ("o/m-GGUF", "GGUF is")])
-def test_a_repository_without_a_model_says_so(cache, tmp_path, monkeypatch, repo, words):
+def test_a_repository_without_a_model_says_so(cache, tmp_path, monkeypatch):
     online(monkeypatch, lambda patterns: tmp_path)
-    with pytest.raises(WeightsError, match=words):
-        spec_jax.load_model(repo)
+    with pytest.raises(WeightsError, match="run `hf download o/m`"):
+        spec_jax.load_model("o/m")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(WeightsError, match="pip install huggingface_hub"):
         spec_jax.load_model("owner/tiny")
@@ -179,3 +179,26 @@ def test_a_plan_needs_the_config_alone(cache, model, monkeypatch):
     with pytest.raises(ConfigError, match="expected one of llama.*`hf download owner/other`"):
         find_config("owner/other")
     assert asked == [["config.json", "generation_config.json", "config.json"]]
+
+
+def test_a_gguf_file_of_a_repository_is_chosen_by_its_name(cache, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("gguf")
+    for name in ("q4.gguf", "q8.gguf"):
+        write(folder / name, CONFIG, random_weights(CONFIG))
+    asked = online(monkeypatch, lambda patterns: folder)
+    names = ["README.md", "q4.gguf", "q8.gguf"]
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: names)
+    assert hub.directory_of("o/m/q8.gguf@v2") == folder / "q8.gguf"
+    assert asked == [["q8.gguf"]]
+    with pytest.raises(WeightsError, match=r"several GGUF files.*q4\.gguf, .*q8\.gguf"):
+        spec_jax.load_model("o/m")
+    put(cache, "o/m", folder, without=["q4.gguf"])
+    asked.clear()
+    assert spec_jax.load_model("o/m").config.hidden_size == CONFIG.hidden_size
+    assert spec_jax.load_model("o/m/q8.gguf").source == "Tiny, mit"
+    assert not asked
+    empty = tmp_path_factory.mktemp("empty")
+    names.remove("q8.gguf")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(empty))
+    online(monkeypatch, lambda patterns: folder if patterns == ["q4.gguf"] else empty)
+    assert hub.directory_of("o/n") == folder / "q4.gguf"

@@ -11,6 +11,7 @@ from typing import Any
 
 from spec_jax import processes
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import gguf
 from spec_jax.models.checks import shown
 
 MAX_DEPTH = 100  # of JSON: what walks over a value may recurse so deeply
@@ -66,12 +67,19 @@ def naming(file: pathlib.Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from error
 
 
+def exists(file: pathlib.Path) -> bool:
+    """Whether a directory has a file; of a GGUF file, whether it stands for it (see ``gguf``)."""
+    return gguf.has(file) if gguf.is_gguf(file.parent) else file.exists()
+
+
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """Reads the object in a JSON file of a Hugging Face directory.
+    """Reads the object in a JSON file of a Hugging Face directory, or what a GGUF file has of it.
 
     Raises:
       WeightsError: there is no such file, or it holds something else.
     """
+    if gguf.is_gguf(file.parent):
+        return gguf.read_json(file)
     try:
         value = parse_json(read_text(file))
     except (OSError, ValueError) as error:
@@ -85,11 +93,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 _FOREIGN = {
-    "*.gguf": (
-        "it holds GGUF, which is not read. Load the Hugging Face repository that it was made from, "
-        "or convert it where transformers and gguf are: AutoModelForCausalLM.from_pretrained("
-        "DIRECTORY, gguf_file={name!r}).save_pretrained(OUT), and AutoTokenizer likewise"
-    ),
+    "*.gguf": "it holds the GGUF file {name}: name the file",
     "adapter_model.*": (
         "it holds a LoRA adapter. Merge it into its model where peft is: AutoPeftModelForCausalLM."
         "from_pretrained(DIRECTORY).merge_and_unload().save_pretrained(OUT)"

@@ -36,6 +36,7 @@ class LoadedModel(ReprMixin):
       method: the name of the drafter kind that drafts with it, where it is a draft.
       notes: sentences on how an ambiguous checkpoint was read.
       generation_config: the object of generation_config.json; None: there is none.
+      source: name, maker and licence, where the file of the weights says so.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LoadedModel(ReprMixin):
     method: str = "standalone"
     notes: tuple[str, ...] = ()
     generation_config: Mapping[str, Any] | None = None
+    source: str | None = None
 
     @property
     def max_length(self) -> int:

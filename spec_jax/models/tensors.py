@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from spec_jax import processes
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import gguf
 from spec_jax.models.files import foreign_files, write_json
 from spec_jax.models.parts import Part, Tensor
 from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, Pickles
@@ -240,8 +241,10 @@ class Unfused:
         return self._source.tensor(stored).within(expert, rows)
 
 
-def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards | Pickles:
-    """Opens a directory's safetensors, or the files of torch if it has none.
+def open_files(
+    directory: pathlib.Path, stack: contextlib.ExitStack
+) -> Shards | Pickles | gguf.GgufTensors:
+    """Opens a directory's safetensors, or the files of torch if it has none; or a GGUF file.
 
     Args:
       directory: of the checkpoint.
@@ -250,6 +253,8 @@ def open_files(directory: pathlib.Path, stack: contextlib.ExitStack) -> Shards |
     Raises:
       WeightsError: it has neither, or they cannot be read.
     """
+    if gguf.is_gguf(directory):
+        return gguf.open_tensors(directory)
     names = _stored_names(directory)
     if not names:
         raise WeightsError(
@@ -264,6 +269,8 @@ def stored_files(directory: pathlib.Path) -> list[pathlib.Path]:
     Raises:
       WeightsError: see ``weight_files``.
     """
+    if gguf.is_gguf(directory):
+        return [directory]
     names = _stored_names(directory)
     return weight_files(directory, *names) if names else []
 

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import gguf
 from spec_jax.models.added_tokens import DECODER, add_stated_tokens
 from spec_jax.models.detokenize import ByteRuns, Unsettled, unsettled_part
 from spec_jax.models.files import parse_json, read_text
@@ -64,7 +65,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
-        """Loads the tokenizer of a Hugging Face directory.
+        """Loads the tokenizer of a Hugging Face directory or of a GGUF file.
 
         Chat templates in separate files replace those of tokenizer_config.json. Added tokens that
         tokenizer.json lacks are those of ``added_tokens_decoder`` in tokenizer_config.json, or of
@@ -78,6 +79,8 @@ class Tokenizer:
             token would get another id than is stated.
         """
         directory = pathlib.Path(directory)
+        if gguf.is_gguf(directory):
+            return cls(*gguf.read_tokenizer(gguf.read_header(directory)))
         file = directory / "tokenizer.json"
         if not file.exists():
             raise WeightsError(f"{directory} has no tokenizer.json")

@@ -21,7 +21,7 @@ from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import check_stop_tokens, shown
 from spec_jax.models.config import RopeConfig
-from spec_jax.models.files import check_not_quantised, naming, read_json
+from spec_jax.models.files import check_not_quantised, exists, naming, read_json
 from spec_jax.models.float8 import has_blocks
 from spec_jax.models.specs import ParamSpec
 
@@ -236,7 +236,7 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
     generation = directory / "generation_config.json"
     hf = read_json(file)
     check_not_quantised(file, {**hf, "quantization_config": None} if has_blocks(hf) else hf)
-    generated = read_json(generation).get("eos_token_id") if generation.exists() else None
+    generated = read_json(generation).get("eos_token_id") if exists(generation) else None
     with naming(generation):
         check_stop_tokens(generated, hf.get("vocab_size"))
     with naming(file):
