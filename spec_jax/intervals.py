@@ -1,9 +1,9 @@
-"""Confidence intervals of figures over questions, by the jackknife."""
+"""Confidence intervals of figures over questions: the jackknife, and Wilson's of shares."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,8 @@ def jackknife(figures: Callable[..., np.ndarray], *parts: np.ndarray) -> list[In
     """Returns figures of sums over questions, with their intervals.
 
     Rounds of one text are not independent, so a whole question is left out at a time and not a
-    round: Student's t with the spread of the figures without each of the questions. Of speed-ups
-    about 95 % of the intervals cover the truth for any number of questions, of acceptance near 1
-    about 90 %, see docs/decisions.md.
+    round: Student's t with the spread of the figures without each of the questions. About
+    95 % of the intervals cover the truth for any number of questions, see docs/decisions.md.
 
     Args:
       figures: Maps the sums of the parts, [..., *] each, to f64[..., N].
@@ -70,6 +69,53 @@ def jackknife(figures: Callable[..., np.ndarray], *parts: np.ndarray) -> list[In
         without = figures(*(whole - part for whole, part in zip(sums, parts)))
         width = stdtrit(n - 1, 0.975) * without.std(axis=0) * math.sqrt(n - 1)
     return [Interval(float(x), float(x - w), float(x + w)) for x, w in zip(values, width)]
+
+
+def wilson(
+    rate: Sequence[float], count: Sequence[float], quantile: float | np.ndarray = 1.959964
+) -> np.ndarray:
+    """Returns Wilson's 95 % interval of each rate, which also rates of 0 and 1 have.
+
+    Args:
+      rate: Shares of N samples.
+      count: Their numbers.
+      quantile: That of 97.5 %, of the normal distribution or of Student's t.
+
+    Returns:
+      f64[N,2]; NaN where there is no sample.
+    """
+    rate, count = np.asarray(rate, float), np.asarray(count, float)
+    share = quantile**2 / np.where(count > 0, count, np.nan)
+    middle = rate + share / 2
+    width = np.sqrt(share * rate * (1 - rate) + share**2 / 4)
+    ends = np.stack([middle - width, middle + width], axis=-1) / (1 + share)[..., None]
+    return np.clip(ends, 0, 1)
+
+
+def shares(accepted: np.ndarray, reached: np.ndarray) -> list[Interval]:
+    """Returns shares of counts over questions, with Wilson's intervals.
+
+    Where questions differ more than chance lets them, the count is replaced by the effective one,
+    that of independent samples with the jackknife's spread, and the quantile is Student's.
+    Source: Korn and Graubard (1998), with Wilson's interval.
+
+    Args:
+      accepted: [P,N] of P questions.
+      reached: [P,N], likewise, what they are shares of.
+
+    Returns:
+      N intervals, NaN where nothing was reached.
+    """
+    n = len(reached)
+    total = reached.sum(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rate = accepted.sum(axis=0) / total
+        without = (accepted.sum(axis=0) - accepted) / (total - reached)
+        effective = rate * (1 - rate) / ((n - 1) * without.var(axis=0))
+    is_spread = effective < total * (1 - 1 / n) * (1 - 1e-9)
+    quantile = np.where(is_spread, stdtrit(max(n - 1, 1), 0.975), 1.959964)
+    ends = wilson(rate, np.where(is_spread, effective, total), quantile)
+    return [Interval(float(x), *map(float, pair)) for x, pair in zip(rate, ends)]
 
 
 def paired_speedup(

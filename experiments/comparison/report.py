@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from spec_jax.testing import RowAudit
 
 _ROUND_PARTS = ("verify", "draft", "rest")
+_FEW = 8  # prompts, below which a warning stands beside the figures
 
 
 def start(setup: Setup) -> dict[str, Any]:
@@ -122,6 +123,22 @@ def _place(result: CellResult) -> str:
     return f"{result.cell.title} {result.cell.shape} T={result.cell.temperature:g}{of}"
 
 
+def warnings(rep: Mapping[str, Any], results: Sequence[CellResult]) -> list[str]:
+    """Returns what may bend the figures, and so stands beside them: load, few prompts, loops."""
+    lines = report.load_note(rep["environment"])
+    if results and results[0].rows < _FEW:
+        lines.append(
+            f"{results[0].rows} prompts are few: intervals are wide, and others may be faster or "
+            "slower"
+        )
+    share = max((r.looping_share for r in results if r.cell.is_plain), default=0)
+    if share > 0.01:
+        lines.append(
+            f"up to {share:.0%} of plain decoding's tokens repeat in loops, which are easy to draft"
+        )
+    return lines
+
+
 def notes(
     rep: Mapping[str, Any],
     results: Sequence[CellResult],
@@ -138,18 +155,12 @@ def notes(
       setup: What was decoded.
       num_cut: The number of prompts that lost their beginning.
     """
-    lines = [*rep["notes"], *report.load_note(rep["environment"])]
+    lines = [*rep["notes"]]
     dtype = setup.config.dtype
     if narrow := [name for name in dtype.split(",") if name != "float32"]:
         lines.append(
             f"in {' and '.join(narrow)} some outputs diverge from plain decoding where the top two "
             "logits nearly tie, because passes of several tokens round in another order"
-        )
-    plain = [r for r in results if r.cell.is_plain]
-    share = max((r.looping_share for r in plain), default=0)
-    if share > 0.01:
-        lines.append(
-            f"up to {share:.0%} of plain decoding's tokens repeat in loops, which are easy to draft"
         )
     for r in results:
         faults = {k: n for k, n in r.finish_reasons.items() if k.startswith(("nan", "invalid"))}

@@ -85,13 +85,15 @@ def run(
     rep |= {
         "results": [result.to_dict() for result in results],
         "conclusions": reports.conclude(results),
+        "warnings": reports.warnings(rep, results),
         "process_peak_bytes": peak_bytes(),
         "device_peak_bytes": device_peaks(),
     }
     drawings = _drawings(results, costs)
     rep |= {"is_complete": True, "elapsed_s": round(time.monotonic() - begin_s, 1)}
     sections = reports.sections(rep, results, profiles, drawings)
-    conclusions = Section("", rep["conclusions"], is_brief=True)
+    cautions = [f"Beware: {line}" for line in rep["warnings"]]
+    conclusions = Section("", [*rep["conclusions"], *cautions], is_brief=True)
     conditions = Section("Conditions", terms=reports.conditions(rep))
     report.finish(folder, rep, title, [conclusions, *sections, conditions])
     for file, draw in drawings.items():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.contracts import Observer, Proposal, Round, TargetScores, Verdict
-from spec_jax.intervals import Interval, jackknife
+from spec_jax.intervals import Interval, jackknife, shares
 from spec_jax.sharding import SAMPLED_ROWS, constrain, shard_map_rows
 
 PLACES = ("the pending token", "first children alone", "a sibling", "below a sibling")
@@ -140,9 +140,10 @@ class PlaceResult(NamedTuple):
         found = {}
         for name, count in zip(PLACES, np.moveaxis(counts, 1, 0)):
             if count[:, 0].sum() > 0:
-                *whole, share = jackknife(_rates, count)
-                whole = [x.within(0, 1) for x in whole]
-                found[name] = cls(int(count[:, 0].sum()), *whole, share)
+                bound, share = jackknife(_rates, count)
+                first, some = shares(count[:, 1:3], count[:, :1])
+                reached = int(count[:, 0].sum())
+                found[name] = cls(reached, first, some, bound.within(0, 1), share)
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,5 +156,5 @@ class PlaceResult(NamedTuple):
 
 
 def _rates(count: np.ndarray) -> np.ndarray:
-    reached, first, some, bound = np.moveaxis(count, -1, 0)
-    return np.stack([first / reached, some / reached, bound / reached, some / bound], axis=-1)
+    reached, _, some, bound = np.moveaxis(count, -1, 0)
+    return np.stack([bound / reached, some / bound], axis=-1)

@@ -14,7 +14,7 @@ from spec_jax.evaluation.bench import CellOutput
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.places import PlaceResult
 from spec_jax.evaluation.token_kinds import TOKEN_KINDS
-from spec_jax.intervals import Interval, jackknife
+from spec_jax.intervals import Interval, jackknife, shares
 
 if TYPE_CHECKING:
     from spec_jax.testing import RowAudit
@@ -71,8 +71,10 @@ class Counts(NamedTuple):
 
     def intervals(self) -> tuple[Interval, tuple[Interval, ...]]:
         """Returns tau and the acceptance by position of all questions, with their intervals."""
-        tau, *accept = jackknife(self.rates, *self)
-        return tau.within(1, self.reached.shape[1] + 1), tuple(x.within(0, 1) for x in accept)
+        (tau,) = jackknife(
+            lambda tokens, rounds: (tokens / rounds)[..., None], self.tokens, self.rounds
+        )
+        return tau.within(1, self.reached.shape[1] + 1), tuple(shares(self.accepted, self.reached))
 
     def less(self, other: Counts) -> tuple[Interval, ...]:
         """Returns intervals of the rates of these counts less those of others, by question."""
@@ -81,7 +83,8 @@ class Counts(NamedTuple):
         def less(*sums):
             return Counts.rates(*sums[:num]) - Counts.rates(*sums[num:])
 
-        return tuple(jackknife(less, *self, *other))
+        tau, *accept = jackknife(less, *self, *other)
+        return tau, *(x.within(-1, 1) for x in accept)
 
 
 class CategoryResult(NamedTuple):
@@ -125,9 +128,9 @@ class KindResult(NamedTuple):
             return {}
         counts = np.asarray([sum(np.asarray(row.seen[name]) for row in rows) for rows in questions])
         reached, accepted = np.moveaxis(counts, 2, 0)
-        rates = jackknife(lambda reached, accepted: accepted / reached, reached, accepted)
-        sums = zip(reached.sum(axis=0).tolist(), accepted.sum(axis=0).tolist(), rates)
-        return {kind: cls(r, a, x.within(0, 1)) for kind, (r, a, x) in zip(TOKEN_KINDS, sums)}
+        sums = (x.sum(axis=0).tolist() for x in (reached, accepted))
+        found = zip(TOKEN_KINDS, *sums, shares(accepted, reached))
+        return {kind: cls(*entry) for kind, *entry in found}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns an entry of ``acceptance_by_kind`` of report.json."""

@@ -131,7 +131,7 @@ def _row(result: CellResult, is_best: bool, end: float) -> dict[str, str | Entry
 
 def results_table(results: Sequence[CellResult]) -> Table:
     """Returns the table of all cells; a page marks the fastest if it is significantly faster."""
-    best = max(comparable(results), key=lambda r: r.speedup.value, default=None)
+    best = best_of(results)
     end = largest(results)
     rows = [_row(r, r is best and r.speedup.low > 1, end) for r in results]
     temperatures = {r.cell.temperature for r in results}
@@ -210,6 +210,22 @@ def comparable(results: Sequence[CellResult]) -> list[CellResult]:
     return [r for r in drafted if not math.isnan(r.speedup.value)]
 
 
+def best_of(results: Sequence[CellResult]) -> CellResult | None:
+    """Returns the fastest lossless draft; those that are significantly faster come first."""
+    known = comparable(results)
+    return max(known, key=lambda r: (r.speedup.low > 1, r.speedup.value), default=None)
+
+
+def verdict(result: CellResult) -> str:
+    """Says what the interval of a speed-up says, and no more."""
+    if result.speedup.excludes_1:
+        return f"{'faster' if result.speedup.low > 1 else 'slower'} than plain decoding"
+    why = f"with {result.rows} prompt{'s' * (result.rows != 1)}"
+    if not result.speedup.low < result.speedup.high:
+        why = "with one pair of times, which has no interval"
+    return f"not yet distinguishable from plain decoding {why}"
+
+
 def conclusions(results: Sequence[CellResult]) -> list[str]:
     """Returns one line for each temperature: its fastest lossless draft."""
     lines = []
@@ -217,16 +233,16 @@ def conclusions(results: Sequence[CellResult]) -> list[str]:
         known = comparable([r for r in results if r.cell.temperature == temperature])
         if not known:
             continue
-        best = max(known, key=lambda r: r.speedup.value)
+        best = best_of(known)
         begin = f"Fastest at T={temperature:g}"
-        if not best.speedup.value > 1:
+        if best.speedup.high < 1:
             begin = f"Nothing beat plain decoding at T={temperature:g}; closest"
-        has_interval = best.speedup.low < best.speedup.high
-        why = "not significant: the interval includes 1" if has_interval else "no interval"
+        elif not best.speedup.low > 1:
+            begin = f"Highest at T={temperature:g}, but {verdict(best)}"
         line = (
             f"{begin}: {best.cell.title}, {best.cell.shape}, rule {best.cell.rule}: "
             f"{best.speedup.value:.2f}x plain decoding "
-            f"({interval_text(best).replace(' ?', f', {why}')}), {_sameness(best)}"
+            f"({interval_text(best).removesuffix(' ?')}), {_sameness(best)}"
         )
         close = [r for r in known if r is not best and not r.speedup.high < best.speedup.low]
         names = ", ".join(dict.fromkeys(f"{r.cell.title} {r.cell.shape}" for r in close))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spec_jax.errors import ConfigError
+from spec_jax.intervals import wilson
 from spec_jax.show.page import COLORS
 
 STYLE = {
@@ -106,23 +107,6 @@ def plot_rounds(
             which.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axis.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.22), borderaxespad=0)
         return axis.figure
-
-
-def wilson(rate: Sequence[float], reached: Sequence[int]) -> np.ndarray:
-    """Returns Wilson's 95 % interval of each rate, which also rates of 0 and 1 have.
-
-    Args:
-      rate: shares of N samples.
-      reached: their numbers.
-
-    Returns:
-      f64[N,2]; NaN where there is no sample.
-    """
-    rate, reached = np.asarray(rate, float), np.asarray(reached, float)
-    share = 1.959964**2 / np.where(reached > 0, reached, np.nan)  # z^2 / n
-    middle = rate + share / 2
-    width = np.sqrt(share * rate * (1 - rate) + share**2 / 4)
-    return np.stack([middle - width, middle + width], axis=-1) / (1 + share)[..., None]
 
 
 def plot_acceptance(

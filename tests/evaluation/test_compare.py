@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import tokenizers
+from scipy.stats import binomtest
 from support.block_drafts import HEADS, TARGET, head_of
 from support.pairs import tiny_pair
 
@@ -102,7 +103,7 @@ def test_figures_are_those_of_independent_arithmetic(pair, monkeypatch):
 
 
 def check_kinds(result, kinds, rows):
-    """Counts by the traces, and the interval with one of the three questions left out at a time."""
+    """Counts by the traces, and Wilson's interval where all questions have the same share."""
     counts = np.zeros((3, len(TOKEN_KINDS), 2))
     for question, prompts in enumerate([[0, 1], [2], [3]]):
         for row in (rows[i] for i in prompts):
@@ -118,9 +119,9 @@ def check_kinds(result, kinds, rows):
             continue
         assert rate.value == pytest.approx(accepted / reached)
         left = counts[:, kind].sum(axis=0) - counts[:, kind]
-        if (left[:, 0] > 0).all():
-            spread = (left[:, 1] / left[:, 0]).std()
-            assert rate.low == pytest.approx(max(rate.value - 4.302653 * spread * 2**0.5, 0))
+        if (left[:, 0] > 0).all() and accepted in (0, reached):
+            known = binomtest(accepted, reached).proportion_ci(method="wilson")
+            assert [rate.low, rate.high] == pytest.approx([known.low, known.high], abs=1e-6)
 
 
 def test_tokens_have_the_kind_of_their_text():

@@ -19,8 +19,7 @@ from spec_jax.data import questions
 from spec_jax.engine import stats
 from spec_jax.evaluation import costs, summary
 from spec_jax.evaluation.cells import Cell, make_cells
-from spec_jax.intervals import Interval, jackknife, paired_speedup
-from spec_jax.show.plots import wilson
+from spec_jax.intervals import Interval, jackknife, paired_speedup, shares, wilson
 from spec_jax.show.tables import table
 from spec_jax.testing import RowAudit, mock_model
 
@@ -58,7 +57,12 @@ def test_tables_and_conclusions_say_what_was_found():
     (line,) = summary.conclusions([fast, near, slow])
     assert line.startswith("Fastest at T=0: a, K=3, rule greedy: 1.50x plain decoding (1.40 to 1.6")
     assert line.endswith("identical output; with overlapping intervals: b K=3")
-    assert "not significant" in summary.conclusions([near])[0]
+    assert summary.conclusions([near])[0].startswith(
+        "Highest at T=0, but not yet distinguishable from plain decoding with 4 prompts: b, K=3"
+    )
+    assert "with one pair of times" in summary.conclusions([alone])[0]
+    unsure = result("f", 0.9, 3.0)
+    assert summary.conclusions([near, unsure, slow])[0].startswith("Fastest at T=0: c, K=3")
     assert "Nothing beat plain decoding at T=0; closest: d" in summary.conclusions([slower])[0]
     missing = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
     text = summary.results_table([fast, missing]).text()
@@ -226,6 +230,30 @@ def test_intervals_of_rates_are_wilsons():
     known = [binomtest(k, n).proportion_ci(method="wilson") for k, n in counts[:3]]
     np.testing.assert_allclose(found[:3], known, atol=1e-6)
     assert np.isnan(found[3]).all()
+
+
+@pytest.mark.parametrize("n, groups", [(5, 5), (5, 1), (12, 4), (40, 8), (200, 200), (200, 20)])
+def test_intervals_of_acceptance_cover_the_truth(n, groups):
+    """On average over p; drafts of ``groups`` questions are accepted independently."""
+    rates, num = np.linspace(0.1, 1.0, 46), 100
+    rng = np.random.default_rng(n + groups)
+    accepted = rng.binomial(n // groups, np.tile(rates, num), (groups, 46 * num))
+    found = shares(accepted, np.full_like(accepted, n // groups))
+    assert all(0 <= x.low < x.high <= 1 for x in found)
+    pairs = zip(found, np.tile(rates, num))
+    covered = np.mean([x.low - 1e-12 <= p <= x.high + 1e-12 for x, p in pairs])
+    assert 0.92 <= covered <= 0.98
+
+
+def test_intervals_of_acceptance_widen_where_questions_differ():
+    """By hand: the jackknife's spread is that of 2 independent drafts, with t of 3 degrees."""
+    accepted = np.asarray([[5, 4], [5, 4], [0, 4], [0, 4]])
+    wide, full = shares(accepted, np.full_like(accepted, 5))
+    size = 0.25 / (3 * np.var([5 / 15, 5 / 15, 10 / 15, 10 / 15]))
+    expected = wilson([0.5], [size], 3.182446)[0]
+    np.testing.assert_allclose([wide.low, wide.high], expected, rtol=1e-6)
+    known = binomtest(16, 20).proportion_ci(method="wilson")
+    np.testing.assert_allclose([full.low, full.high], known, rtol=1e-6)
 
 
 def test_plots_have_names_in_place_of_paths():

@@ -109,7 +109,9 @@ def test_page_markdown_and_screen_show_every_figure_of_a_run(tmp_path):
     plots.plot_speedup(tmp_path / figures[0], results, {})
     plots.plot_acceptance(tmp_path / figures[1], results)
     entries = dict(audit=audit_summary(results), notes=["a note"], conclusions=conclude(results))
-    entries |= dict(command="python -m x", config={"repeats": 2, "x": math.nan})
+    entries |= dict(
+        warnings=["a busy machine"], command="python -m x", config={"repeats": 2, "x": math.nan}
+    )
     text, parts = written(tmp_path, results, [answer()], figures, **entries)
     found = Page(text)
     rows = ["|".join(cell.strip() for cell in row) for row in found.rows]
@@ -150,6 +152,7 @@ def test_page_markdown_and_screen_show_every_figure_of_a_run(tmp_path):
     ]
     texts = "".join(found.texts)
     assert "eagle-3 K=3" in texts[: texts.rindex("Every method")], "the fastest lossless one"
+    assert texts.count("Beware: a busy machine") == 1
     for said in ("a note", "python -m x", "less the first: tau 0.250", "at most 0.0100 apart"):
         assert said in texts
     markdown = "\n".join(part.markdown() for part in parts)
@@ -189,6 +192,9 @@ def test_where_nothing_is_faster_the_page_says_so_and_marks_no_row(tmp_path):
     assert "Nothing beat plain decoding" in text and count == 0
     unsure = result(speedup=Interval(1.4, 0.9, 1.9))
     assert page_of(plain(), unsure)[1] == 0 and page_of(plain(), slow, result())[1] == 1
+    text = page_of(plain(), unsure)[0]
+    assert "Not yet distinguishable from plain decoding with 16 prompts, 95 % interval" in text
+    assert "Fastest" not in text and "Nothing beat" not in text
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import math
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from experiments.comparison.page import answers as packing
 from experiments.comparison.report import conditions, first_batch
 from experiments.run import report as reports
 from spec_jax.evaluation.results import CellResult
-from spec_jax.evaluation.summary import comparable, largest, number, speed_bar
+from spec_jax.evaluation.summary import best_of, largest, number, speed_bar, verdict
 from spec_jax.show.page import COLORS, MEANING
 from spec_jax.show.tables import Entry, Section
 
@@ -53,6 +52,7 @@ def write_page(
         command=report.get("command"),
         config=report.get("config"),
         conclusions=report.get("conclusions") or (),
+        warnings=report.get("warnings") or (),
         headline=headline(results),
         sections=sections,
         conditions=Section("Conditions", terms=terms),
@@ -96,23 +96,22 @@ def _read(name: str) -> str:
 
 
 def headline(results: Sequence[CellResult]) -> dict[str, Any] | None:
-    """The best method, or the closest one if nothing beat plain decoding, and its figures."""
+    """The best method and its figures, and what their interval says."""
     shown = first_batch(results)
-    best = max(comparable(shown), key=lambda r: r.speedup.value, default=None)
+    best = best_of(shown)
     if best is None:
         return None
-    low, high = best.speedup.bounds
-    verdict = "one pair, no interval"
-    if not math.isnan(low):
-        verdict = "faster than plain decoding" if low > 1 else "not significantly different"
-        verdict = "slower than plain decoding" if high < 1 else verdict
-        verdict += f", 95 % interval {low:.2f} to {high:.2f}"
+    found = verdict(best)
+    if best.speedup.low < best.speedup.high:
+        found += f", 95 % interval {best.speedup.low:.2f} to {best.speedup.high:.2f}"
     compared = [r for r in shown if not r.cell.is_plain and r.identical_rows is not None]
     kind = "Greedy" if best.cell.temperature == 0 else "Sampled"
     return {
         "result": best,
         "temperature": f"{kind}, temperature {best.cell.temperature:g}",
-        "verdict": verdict,
+        "is_faster": best.speedup.low > 1,
+        "is_slower": best.speedup.high < 1,
+        "verdict": found[:1].upper() + found[1:],
         "compared": len(compared),
         "rows": sum(r.rows for r in compared),
         "same": sum(r.identical_rows for r in compared),
