@@ -45,6 +45,24 @@ def without_mathjax(page: str) -> str:
     return _MATHJAX.sub("", page)
 
 
+def described(page: str) -> str:
+    """Returns a notebook's page whose plots without a text have that of the heading above them.
+
+    Args:
+      page: HTML.
+    """
+    heading = ""
+
+    def change(match: re.Match) -> str:
+        nonlocal heading
+        if match[1] is None:
+            return f'alt="plot: {heading}"'
+        heading = re.sub(r"<[^>]+>|¶", "", match[1]).strip()
+        return match[0]
+
+    return re.sub(r'<h[1-6][^>]*>(.*?)</h[1-6]>|alt="No description [^"]*"', change, page)
+
+
 def known_names(package: pathlib.Path) -> dict[str, str]:
     """Returns the dotted names of what texts call by a name alone: classes with one of their own.
 

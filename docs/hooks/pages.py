@@ -94,6 +94,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return html
     if page.file.src_uri.endswith(".ipynb"):  # its links are HTML already
         html = re.sub(r'href="([^":]+)\.(?:md|ipynb)([#"])', r'href="\1.html\2', html)
+        html = markup.described(html)
     return markup.link_names(markup.formulas(html), _NAMES)
 
 

@@ -282,7 +282,10 @@ def _acceptance(shown: Sequence[CellResult]) -> Section:
         "looping": "share of the tokens that repeat in loops",
     }
     found = Table(header, rows, ("T", "looping"))
-    return Section("Tokens per target pass", (), found, terms, "acceptance.png")
+    text = (
+        "Bars are 95 % intervals, crosses what the rule is expected to accept, where it is known."
+    )
+    return Section("Tokens per target pass", [text], found, terms, "acceptance.png")
 
 
 def _categories(group: Sequence[CellResult]) -> list[Section]:

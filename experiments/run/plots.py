@@ -41,27 +41,38 @@ def panels(
     path: pathlib.Path,
     columns: int,
     size: tuple[float, float],
-    legend: Mapping[str, Any] = types.MappingProxyType({}),
+    legend: Mapping[str, Any] | None = types.MappingProxyType({}),
+    rows: int = 1,
     **options: Any,
 ) -> Iterator[Sequence[Any]]:
     """Yields the axes of a figure, and saves it; every axis with labels has a legend.
 
     Args:
-      path: The PNG file. A PDF file, for papers, and an SVG file, for pages, stand beside it.
-      columns: The number of panels.
+      path: The PNG file. A PDF file, for papers, and an SVG file, for pages, stand beside it. The
+        SVG file names each panel "panel X Y WIDTH HEIGHT TITLE", its place in it in points.
+      columns: The number of panels in a row.
       size: Of the figure, in inches.
-      legend: Options of the legends.
+      legend: Options of the legends; None: there are none.
+      rows: The number of rows.
       **options: Of ``pyplot.subplots``.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
-            1, columns, figsize=size, squeeze=False, layout="constrained", **options
+            rows, columns, figsize=size, squeeze=False, layout="constrained", **options
         )
-        yield axes[0]
-        for axis in axes[0]:
-            if axis.get_legend() is None and axis.get_legend_handles_labels()[0]:
+        axes = axes.ravel()
+        yield axes
+        for axis in axes:
+            has_labels = legend is not None and axis.get_legend_handles_labels()[0]
+            if axis.get_legend() is None and has_labels:
                 axis.legend(**legend)
         if processes.is_writer():
+            figure.draw_without_rendering()
+            for axis in figure.axes:
+                box = axis.get_tightbbox().transformed(figure.dpi_scale_trans.inverted())
+                top = figure.get_figheight() - box.y1
+                place = " ".join(f"{72 * x:.1f}" for x in (box.x0, top, box.width, box.height))
+                axis.set_gid(f"panel {place} {' '.join(axis.get_title().split())}")
             figure.savefig(path)
             figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from spec_jax.intervals import wilson
 from spec_jax.show.page import COLORS
 
 STYLE = {
+    "figure.facecolor": "white",  # a dark page may show it
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -57,9 +59,19 @@ def panels(columns: int, axes: Any = None, size: tuple[float, float] = (4.6, 3.0
         figure, axes = plt.subplots(
             1, columns, figsize=(size[0] * columns, size[1]), squeeze=False, layout="constrained"
         )
+        figure._repr_mimebundle_ = functools.partial(_in_notebook, figure)
         yield axes[0]
     if "inline" in plt.get_backend():
         plt.close(figure)
+
+
+def _in_notebook(figure: Any, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the picture of a figure, and the text that a notebook shows in place of it."""
+    from IPython.core.pylabtools import print_figure
+
+    names = (f"{a.get_title()}: {a.get_ylabel()} by {a.get_xlabel()}" for a in figure.axes)
+    alt = f"plot of {'; '.join(name.strip(' :') for name in names)}"
+    return {"image/png": print_figure(figure, base64=True)}, {"image/png": {"alt": alt}}
 
 
 def plot_rounds(

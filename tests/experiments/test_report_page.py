@@ -1,6 +1,5 @@
 """The page of a run: it shows the report's figures, texts are inert, and it loads nothing."""
 
-import base64
 import dataclasses
 import json
 import math
@@ -18,6 +17,7 @@ from spec_jax.evaluation.places import PlaceResult
 from spec_jax.evaluation.results import NONE, KindResult, RoundTime
 from spec_jax.intervals import Interval
 from spec_jax.show.page import COLORS, MEANING
+from spec_jax.show.tables import Section
 from spec_jax.testing import RowAudit
 
 
@@ -161,9 +161,9 @@ def test_page_markdown_and_screen_show_every_figure_of_a_run(tmp_path):
         for cell in (str(cell) for row in part.table.rows[:4] for cell in row):
             assert cell in markdown and cell in screen
     assert all(f"![{name}]({name})" in markdown for name in figures)
-    images = [a["src"].partition(",")[2] for tag, a in found.elements if tag == "img"]
-    svgs = [(tmp_path / name).with_suffix(".svg").read_bytes() for name in figures]
-    assert [*map(base64.b64decode, images)] == svgs
+    pictures = [a["aria-label"] for tag, a in found.elements if a.get("role") == "img"]
+    assert pictures == ["greedy, temperature 0", "sampled, temperature 0.5"] * len(figures)
+    assert "eagle-3 K=3: 1.43 (1.21 to 1.65)" in found.texts, "shown over the point"
     ids = {a.get("id") for _, a in found.elements}
     links = [a["href"] for tag, a in found.elements if tag == "a"]
     assert links and all(link[0] == "#" and link[1:] in ids for link in links)
@@ -195,6 +195,15 @@ def test_where_nothing_is_faster_the_page_says_so_and_marks_no_row(tmp_path):
     text = page_of(plain(), unsure)[0]
     assert "Not yet distinguishable from plain decoding with 16 prompts, 95 % interval" in text
     assert "Fastest" not in text and "Nothing beat" not in text
+
+
+def test_more_than_four_methods_have_a_panel_each(tmp_path):
+    results = [plain(), *(result(f"m{i}") for i in range(5))]
+    plots.plot_predicted(tmp_path / "predicted.png", results)
+    write_page(tmp_path / "report.html", {}, results, [Section("", figure="predicted.png")])
+    found = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    pictures = [a["aria-label"] for _, a in found.elements if a.get("role") == "img"]
+    assert pictures == [f"m{i}, greedy temperature 0" for i in range(5)]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))

@@ -30,6 +30,9 @@ found.cells = texts("#tv-cells b");
 found.tokens = texts("#tv-text .t");
 found.rejected = texts("#tv-text del");
 found.starts = texts("#tv-text .t.start").length;
+found.legend = texts("#tv-legend > span").length;
+all("#tv-colour button")[1].click(); found.odds = texts("#tv-legend > span").pop();
+all("#tv-colour button")[0].click();
 found.squares = all("#tv-cells [aria-checked=true] .sq").length;
 const text = document.getElementById("tv-text"), card = document.getElementById("tv-card");
 press(text, "Home"); press(text, "ArrowRight"); press(text, "ArrowRight");
@@ -101,6 +104,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
     assert found["tokens"] == ["def", " f", "(", "x"] and found["rejected"] == ["·bad"]
     # Two rounds: one accepts a draft of two and corrects the other, one accepts a draft.
     assert found["starts"] == 2 and found["squares"] == 5
+    assert found["legend"] == 5 and found["odds"].startswith("100 %50 %10 %< 0.1 %")
     assert found["isCardShown"] and found["active"] == "(" and found["isCardHidden"]
     assert "corrected" in found["card"] and "token 3, id 2; pass 1" in found["card"]
     assert "in place of ·bad" in found["card"] and "50 %" in found["card"]

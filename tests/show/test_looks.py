@@ -8,6 +8,7 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+from IPython.core.formatters import format_display_data
 from support.chat_templates import byte_level
 
 import spec_jax
@@ -134,6 +135,8 @@ def test_plots_show_what_the_record_says():
     assert heights["accepted drafts"] == [1, 2, 0] and heights["bonus"] == [0, 1, 0]
     assert heights["corrected"] == heights["drafts that were dropped"] == [1, 0, 1]
     axes = found.stats.plot().axes
+    shown = format_display_data(axes[0].figure)
+    assert shown[0]["image/png"] and "accepted, if reached" in shown[1]["image/png"]["alt"]
     points, _, (bars,) = axes[0].containers[0]
     np.testing.assert_allclose(points.get_ydata(), found.stats.acceptance_by_position)
     np.testing.assert_allclose(axes[0].lines[-1].get_ydata(), found.stats.expected_by_position)

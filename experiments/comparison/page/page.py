@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree
 
 import jinja2
 from markupsafe import Markup
@@ -20,6 +20,9 @@ from spec_jax.evaluation.summary import best_of, largest, number, speed_bar, ver
 from spec_jax.show.page import COLORS, MEANING
 from spec_jax.show.tables import Entry, Section
 
+_SVG = "{http://www.w3.org/2000/svg}"
+ElementTree.register_namespace("", _SVG[1:-1])
+ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
 _FOLDER = pathlib.Path(__file__).parent
 
 
@@ -57,7 +60,7 @@ def write_page(
         sections=sections,
         conditions=Section("Conditions", terms=terms),
         tokens=packed,
-        image=lambda name: _image((path.parent / name).with_suffix(".svg")),
+        panels=lambda name: _panels((path.parent / name).with_suffix(".svg")),
         colors={  # #RRGGBB as the channels of CSS's rgb()
             kind: " ".join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))
             for kind, color in COLORS.items()
@@ -86,9 +89,34 @@ def _template() -> jinja2.Template:
     return env.get_template("report.html.jinja")
 
 
-def _image(path: pathlib.Path) -> str:
-    """Returns a plot as an address that holds it."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
+def _panels(path: pathlib.Path) -> list[Markup]:
+    """Returns the panels of a plot, see ``experiments.run.plots.panels``, as pictures.
+
+    The first one has the shapes that all refer to, and points say what they are.
+    """
+    picture = ElementTree.parse(path).getroot()
+    found = []
+    for panel in picture.iterfind(f".//{_SVG}g"):
+        if not panel.get("id", "").startswith("panel "):
+            continue
+        _, *place, label = panel.get("id").split(" ", 5)
+        left, top, width, height = map(float, place)
+        for part in panel.iter():
+            name = part.attrib.pop("id", "")
+            if name.startswith("point "):
+                title = ElementTree.Element(f"{_SVG}title")
+                title.text = name.removeprefix("point ")
+                part.insert(0, title)
+            elif re.fullmatch("[mp][0-9a-f]{10}", name):  # what others refer to
+                part.set("id", name)
+        box = f"{left - 4:.1f} {top - 4:.1f} {width + 8:.1f} {height + 8:.1f}"
+        look = {"viewBox": box, "width": f"{width + 8:.1f}pt", "role": "img", "aria-label": label}
+        shown = ElementTree.Element(f"{_SVG}svg", look)
+        shown.append(panel)
+        found.append(shown)
+    for shapes in picture.findall(f"{_SVG}defs")[1:]:
+        found[0].append(shapes)
+    return [Markup(ElementTree.tostring(shown, "unicode")) for shown in found]
 
 
 def _read(name: str) -> str:

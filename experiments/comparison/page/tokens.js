@@ -152,11 +152,21 @@
     const turn = turnNow(), count = (letter) => turn.kinds.split(letter).length - 1;
     const counts = Object.entries(KINDS).map(([letter, kind]) => [kind, count(letter)]);
     counts.push(["rejected", Object.keys(turn.rejected).length]);
-    at("legend").replaceChildren(...counts.filter(([, n]) => n).map(([kind, n]) => {
+    const entries = counts.filter(([, n]) => n).map(([kind, n]) => {
       const name = make(kind === "rejected" ? "del" : "span", { class: "chip",
         style: `background:rgb(var(--${kind}) / .3)` }, kind);
       return make("span", {}, name, ` ${n} · ${meaning[kind]}`);
-    }));
+    });
+    if (at("cells").querySelector(".unused")) {
+      entries.push(make("span", {}, make("span", { class: "chip hollow" }, "unused"),
+        " · drafted after a rejected token, and not looked at"));
+    }
+    if (state.isByOdds) {
+      const chips = [1, 0.5, 0.1, 0].map((p) => make("span", { class: "chip",
+        style: `background:rgb(var(--corrected) / ${0.75 * (1 - p)})` }, percent(p)));
+      entries.push(make("span", {}, ...chips, " · in the text: how probable the target found it"));
+    }
+    at("legend").replaceChildren(...entries);
   }
 
   function odds(turn, i) {
