@@ -44,7 +44,7 @@ from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, check_effect, room_for_prompt
 from spec_jax.loading import DTYPES, load_model
-from spec_jax.progress import Progress
+from spec_jax.progress import Notice, Progress
 from spec_jax.show.tables import Section
 
 # Changes of these change no response; of the latter only in float32, since in bfloat16 the order
@@ -236,7 +236,8 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     """
     config = resolve(config)
     where = MeshOptions.of(config)
-    decoder = load_decoder(config, where)
+    with Notice("loading the models", is_line=True):
+        decoder = load_decoder(config, where)
     total, prompts, notes = prompts_of(config, decoder)
     num_said = len(notes)
     for note in notes:
@@ -302,7 +303,15 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
             stats += row.stats
             bar.step(
                 f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s"
-                + useful_text(queue.usage.share)
+                + useful_text(queue.usage.share),
+                share=share_done(
+                    queue.usage.useful + queue.tail.useful,
+                    config.max_new_tokens,
+                    len(responses) - num_before,
+                    min(len(waiting), config.batch),
+                    total - len(responses) - num_left_out,
+                    num_before,
+                ),
             )
         for note in notes[num_said:]:  # found on the way
             print(note, flush=True)
@@ -331,6 +340,26 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     sections = [Section("", [*said(result), *notes])]
     report.finish(folder, result, "Responses of the target", sections)
     return result
+
+
+def share_done(
+    rounds: int, max_rounds: int, ended: int, running: int, left: int, before: int = 0
+) -> float:
+    """Returns the share of the work that is done, of rows that are decoded together.
+
+    Rows that are running count: after the first rows have ended, most of the work is theirs.
+
+    Args:
+      rounds: The rounds of all rows so far, those that are running too.
+      max_rounds: The rounds of a row, at most.
+      ended: The rows that have ended.
+      running: The rows that are running.
+      left: All rows that have not ended.
+      before: Rows that an earlier session has decoded.
+    """
+    of_row = min(rounds / ended, max_rounds)
+    share = rounds / max(rounds + (left - running / 2) * of_row, 1)
+    return (before + share * (ended + left)) / (before + ended + left)
 
 
 def said(result: dict) -> list[str]:

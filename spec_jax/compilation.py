@@ -9,13 +9,13 @@ import logging
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from spec_jax.progress import Notice
+from spec_jax.progress import Notice, leave_out, union_s
 
 _BACKEND = "/jax/core/compile/backend_compile_duration"  # or reading from the compilation cache
 _EVENTS = frozenset(
@@ -80,6 +80,7 @@ def _end_event(event: str, begin: float, end: float, **_: Any) -> None:
     if event not in _EVENTS:
         return
     add_span(begin, end)
+    leave_out(end - begin)
     if event == _BACKEND:
         _kept.num_compiled += 1
     if (program := _program.get()) is not None:
@@ -91,15 +92,6 @@ def add_span(begin: float, end: float) -> None:
     """Counts a span of ``time.time()`` as compilation in what is being timed."""
     for timed in _timed.get():
         timed.spans.append((begin, end))
-
-
-def union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns how long at least one of the spans lasts."""
-    total = last = 0.0
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, last))
-        last = max(last, end)
-    return total
 
 
 class Timed:

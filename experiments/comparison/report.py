@@ -352,7 +352,7 @@ def _rounds(shown: Sequence[CellResult]) -> Section:
     plain_ms = {r.cell.temperature: time.round_ms for r, time in timed if r.cell.is_plain}
     even_ms = [r.tau.value * plain_ms.get(r.cell.temperature, math.nan) for r, _ in timed]
     parts_ms = [(time.verify_ms, time.draft_ms, time.rest_ms) for _, time in timed]
-    drawn_ms = [[max(ms or 0.0, 0.0) for ms in parts] for parts in parts_ms]
+    drawn_ms = [[ms or 0.0 for ms in parts] for parts in parts_ms]
     ends = [*map(sum, drawn_ms), *(time.round_ms for _, time in timed), *even_ms]
     end = 1.02 * max((x for x in ends if math.isfinite(x)), default=1.0)
     rows = []
@@ -382,6 +382,11 @@ def _rounds(shown: Sequence[CellResult]) -> Section:
         "the prediction does not know the rest. A tick in a bar is plain decoding of as many "
         "tokens."
     )
+    if busy := dict.fromkeys(r.cell.name for r, time in timed if time.is_busy):
+        text += (
+            f" The machine was busy: the passes of {', '.join(busy)}, which are timed apart, took "
+            "longer than whole rounds, so their rest is not known and is 0 here."
+        )
     terms = {
         "round, ms": "mean time of a round: verify, a pass of K + 1 tokens; draft, what its K "
         "draft passes add to it in a loop of both; and the rest; of plain decoding, a token",

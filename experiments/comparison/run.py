@@ -28,6 +28,7 @@ from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import results_of
 from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.results import CellResult
+from spec_jax.progress import Notice
 from spec_jax.show.tables import Section
 
 
@@ -56,7 +57,8 @@ def run(
     begin_s = time.monotonic()
     if has_profile:
         profile.check()
-    setup = Setup.of(config)
+    with Notice("loading models and questions", is_line=True):
+        setup = Setup.of(config)
     resolved = json.loads(setup.config.to_json())
     folder = cli.make_workdir(name, workdir)
     sums = session.check_folder(folder, resolved)
@@ -70,8 +72,9 @@ def run(
     rep["notes"] += evaluation.notes
     results = []
     costs = evaluation.costs
-    for stage in stages:
-        results += _results(setup, stage, costs)
+    with Notice("examining the outputs", is_line=True):
+        for stage in stages:
+            results += _results(setup, stage, costs)
     profiles: dict[str, profile.RoundProfile] = {}
     if has_profile:
         for stage in stages:
@@ -96,13 +99,14 @@ def run(
     conclusions = Section("", [*rep["conclusions"], *cautions], is_brief=True)
     conditions = Section("Conditions", terms=reports.conditions(rep))
     report.finish(folder, rep, title, [conclusions, *sections, conditions])
-    for file, draw in drawings.items():
-        draw(folder / file)
-    if processes.is_writer():  # the page reads the plots, which one process is writing
-        from experiments.comparison.page import answers, page  # need jinja2, slow to import
+    with Notice("drawing plots and writing the page", is_line=True):
+        for file, draw in drawings.items():
+            draw(folder / file)
+        if processes.is_writer():  # the page reads the plots, which one process is writing
+            from experiments.comparison.page import answers, page  # need jinja2, slow to import
 
-        shown = answers.read(folder / session.ANSWERS)
-        page.write_page(folder / "report.html", rep, results, sections, shown)
+            shown = answers.read(folder / session.ANSWERS)
+            page.write_page(folder / "report.html", rep, results, sections, shown)
     report.show([s for s in (*sections, conclusions) if s.is_brief or not is_short])
     print(f"\n{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")
     return rep

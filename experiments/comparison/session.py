@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -155,18 +156,18 @@ class Evaluation:
             total = repeats * sum(len(g.batches) for _, g in groups)
             num_done = repeats * sum(len(g.batches) for s, g in groups if s.is_done(g))
             bar = None
-            for stage in [*stages]:
-                left = [group for group in stage.groups if not stage.is_done(group)]
-                if not left:
-                    continue
-                if not self._prepare(stage):
-                    stages.remove(stage)
-                    continue
-                if bar is None:  # after the first compilation, of which ETA says nothing
-                    bar = Progress(total, "measuring", num_done=num_done, every_s=2.0)
-                self._measure(stage, left, bar)
-            if bar is not None:
-                bar.close()
+            with contextlib.ExitStack() as stack:
+                for stage in [*stages]:
+                    left = [group for group in stage.groups if not stage.is_done(group)]
+                    if not left:
+                        continue
+                    if not self._prepare(stage):
+                        stages.remove(stage)
+                        continue
+                    if bar is None:
+                        bar = Progress(total, "measuring", num_done=num_done, every_s=2.0)
+                        stack.enter_context(bar)
+                    self._measure(stage, left, bar)
             why = [*self._left_out.values()]
             if not stages:
                 raise ConfigError(f"nothing can be measured: {'; '.join(why)}")
@@ -323,6 +324,9 @@ class Evaluation:
             order = itertools.product(range(repeats), group.batches)
             for _, index in run_interleaved(stage.runs, order):
                 bar.step(f"{where}, batch {index + 1} of {len(stage.bench.layout)}")
+            bar.now(
+                "probabilities of the tokens that the page shows" if probs else "saving answers"
+            )
             self._answers.append(
                 [
                     self._line(stage, run, group, q, probs if q in shown else None)

@@ -15,6 +15,7 @@ from experiments.training import text as texts
 from experiments.training.choice import EVALUATIONS
 from spec_jax.data.batches import Corpus
 from spec_jax.errors import ConfigError
+from spec_jax.progress import Notice
 from spec_jax.show.tables import Section, Table
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
@@ -122,7 +123,8 @@ def train(
             check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
             sums = cli.inputs_of(resolved, free)
             cli.check_inputs(folder, sums, is_loaded=False)
-        experiment = make(config, folder)
+        with Notice("loading models and reading text", is_line=True):
+            experiment = make(config, folder)
         sums = cli.inputs_of(resolved, free, sums)  # now a model of the hub is in its cache
         if saved is not None:
             sums = cli.check_inputs(folder, sums)
@@ -155,6 +157,7 @@ def train(
             if not is_done:
                 log.say(f"to go on: {cli.command(name)}")
                 return None
+            log.now("exporting")
             exported = experiment.export(folder, state, checkpoints, log)
     _write_report(folder, experiment.title, entries, used, exported)
     summary = [exported.summary] if exported.summary else []

@@ -53,7 +53,8 @@ def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
     Several processes run one at a time, since they must run their programs in the same order.
     """
     at_once = 2 if processes.count() == 1 else 1
-    with Progress(len(tasks), what) as bar, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+    bar = Progress(len(tasks), what, is_compiling=True)
+    with bar, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         futures = {pool.submit(task): name for name, task in tasks.items()}
         try:
             for future in concurrent.futures.as_completed(futures):
@@ -91,7 +92,8 @@ def compile_all(
     makers = pass_costs.timer_makers(target, drafts, ks, slots, bench.batch)
     tasks |= {str(loop): functools.partial(add, loop, make) for loop, make in makers.items()}
     run_all(tasks, "compiling")
-    times = interleave(timers, pass_costs.REPEATS)
+    with Progress(pass_costs.REPEATS, "timing passes", every_s=10.0, delay_s=2.0) as bar:
+        times = interleave(timers, pass_costs.REPEATS, bar.step)
     return pass_costs.Costs.of_times(times, slots=slots, batch=bench.batch)
 
 
@@ -360,7 +362,7 @@ def _with_costs(
         time = time._replace(
             verify_ms=costs.verify_cost(cell.k) * costs.plain_ms,
             draft_ms=drafts * costs.plain_ms,
-            plain_rest_ms=plain.round_ms - costs.plain_ms,
+            plain_rest_ms=max(plain.round_ms - costs.plain_ms, 0.0),
         )
     predicted = pass_costs.predict(costs, result) * result.busy_share / plain.busy_share
     return dataclasses.replace(result, predicted_speedup=predicted, round_time=time)

@@ -24,6 +24,7 @@ from spec_jax.evaluation import stages
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.meshes import use_mesh
+from spec_jax.progress import Progress
 from spec_jax.sampling import make_sampler
 from spec_jax.show.tables import Section, Table
 
@@ -35,8 +36,9 @@ LEGEND = (
     "Milliseconds are those of a round without a trace, divided as the traced round is. Waiting: "
     "no operation ran, and the runtime prepared the next one. Operations: how many ran in a round. "
     "Of each operation the median run counts; beyond the medians: what runs took longer than that, "
-    "because a core was busy or because they differ; it may be below zero."
+    "because a core was busy or because they differ."
 )
+_BUSY = 1.25  # times the fastest call that a quarter of the calls take where others use the machine
 
 
 class StageTime(NamedTuple):
@@ -61,6 +63,8 @@ class RoundProfile:
       covered: The share of the traced round that the stages add up to.
       stages: The stages, in their order.
       note: Why there are no stages; empty if there are.
+      spread: How many times as long as the fastest call without a trace a slow one took: the upper
+        quartile.
     """
 
     rounds: int
@@ -69,6 +73,7 @@ class RoundProfile:
     covered: float
     stages: tuple[StageTime, ...] = ()
     note: str = ""
+    spread: float = 1.0
 
     @property
     def overhead(self) -> float:
@@ -114,8 +119,10 @@ def profile_rounds(
     """
     args = (jnp.zeros_like(state.finish), jnp.int32(rounds), jnp.int32(1))
 
-    def call() -> tuple[float, int]:
-        carry = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+    def fresh() -> DecodeState:
+        return jax.block_until_ready(jax.tree.map(jnp.copy, state))
+
+    def call(carry: DecodeState) -> tuple[float, int]:
         begin = time.perf_counter()
         _, chunk = jax.block_until_ready(run(params, carry, *args))
         return (time.perf_counter() - begin) * 1e3, int(chunk.rounds)
@@ -123,14 +130,17 @@ def profile_rounds(
     with use_mesh(mesh):
         run = decoding.generate.lower(params, state, *args, system=system).compile()
         program = stages.read_program(run.as_text())
-        call()
-        call_ms, counts = zip(*(call() for _ in range(_CALLS)))
+        call(fresh())
+        call_ms, counts = zip(*(call(fresh()) for _ in range(_CALLS)))
         count = max(counts[0], 1)
-        traced_ms, spans = _trace(call, folder, program)
+        traced_ms, spans = _trace(call, fresh, folder, program)
     totals = stages.add_up(spans, program)
     round_ms = float(np.median(call_ms)) / count
     total_ms = sum(stage.time_ns for stage in totals) / 1e6
-    profile = RoundProfile(counts[0], round_ms, traced_ms / count, total_ms / traced_ms)
+    traced_ms = max(traced_ms, total_ms)  # the last operations may end after the call
+    spread = float(np.quantile(call_ms, 0.75)) / min(call_ms)
+    shares = (traced_ms / count, total_ms / traced_ms)
+    profile = RoundProfile(counts[0], round_ms, *shares, spread=spread)
     if not totals:
         platform = jax.tree.leaves(state)[0].devices().pop().platform
         note = f"the profiler of {platform} has named no operation of the program"
@@ -154,15 +164,16 @@ def profile_rounds(
     return dataclasses.replace(profile, stages=times)
 
 
-def _trace(call, folder, program) -> tuple[float, list[stages.OperationRun]]:
+def _trace(call, fresh, folder, program) -> tuple[float, list[stages.OperationRun]]:
     """Traces calls; returns the time of the fastest, and its operations."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     best = None
     for _ in range(_TRACES):
+        carry = fresh()
         with tempfile.TemporaryDirectory() as place:
             with jax.profiler.trace(place, profiler_options=options):
-                call_ms, _ = call()
+                call_ms, _ = call(carry)
             if best is None or call_ms < best:
                 best = call_ms
                 shutil.rmtree(folder / "plugins", ignore_errors=True)
@@ -185,24 +196,28 @@ def profile_cells(
       The profile of each cell, by its label.
     """
     profiles = {}
-    for cell in cells:
-        engine = bench.decoder(cell).engine()
-        V = bench.target.model.vocab_size
-        samplers = [make_sampler(configs, bench.batch, V) for configs in bench.samplers(cell, 0)]
-        request = make_request(
-            engine.system,
-            [bench.prompts[i] for i in bench.chosen(0)],
-            bench.max_new_tokens,
-            *samplers,
-            pad_to=bench.longest,
-        )
-        profiles[cell.label] = profile_rounds(
-            engine.system,
-            engine.params(bench.batch),
-            engine.prefill(request),
-            folder / re.sub(r"[^\w.=-]+", "_", cell.label),
-            mesh=bench.devices.mesh,
-        )
+    with Progress(len(cells), "profiling") as bar:
+        for cell in cells:
+            engine = bench.decoder(cell).engine()
+            V = bench.target.model.vocab_size
+            samplers = [
+                make_sampler(configs, bench.batch, V) for configs in bench.samplers(cell, 0)
+            ]
+            request = make_request(
+                engine.system,
+                [bench.prompts[i] for i in bench.chosen(0)],
+                bench.max_new_tokens,
+                *samplers,
+                pad_to=bench.longest,
+            )
+            profiles[cell.label] = profile_rounds(
+                engine.system,
+                engine.params(bench.batch),
+                engine.prefill(request),
+                folder / re.sub(r"[^\w.=-]+", "_", cell.label),
+                mesh=bench.devices.mesh,
+            )
+            bar.step(cell.label)
     return profiles
 
 
@@ -224,12 +239,16 @@ def _section(label: str, record: RoundProfile) -> Section:
         f"{label}: a round takes {record.round_ms:.3f} ms; traced, "
         f"{record.traced_ms:.3f} ({record.overhead:.2f} times as long)"
     )
+    busy = [
+        f"The machine was busy: a call without a trace took up to {record.spread:.2f} times as "
+        "long as the fastest. Trace again when it is quiet."
+    ] * (record.spread > _BUSY)
     if record.note:
-        return Section(title, [record.note], is_brief=True)
+        return Section(title, [record.note, *busy], is_brief=True)
     rows = [
         line(stages.name_of((s.stage, s.part)), s.ms, s.share, s.waiting_ms, s.operations)
         for s in record.stages
     ]
-    rest = 1 - record.covered
+    rest = max(1 - record.covered, 0.0)
     rows.append(line("begin and end of the call", rest * record.round_ms, rest, 0, 0))
-    return Section(title, table=Table(_HEADER, rows, _HEADER[1:]), is_brief=True)
+    return Section(title, busy, Table(_HEADER, rows, _HEADER[1:]), is_brief=True)

@@ -160,10 +160,15 @@ class RoundTime(NamedTuple):
 
     @property
     def rest_ms(self) -> float | None:
-        """Acceptance, commits and dispatch."""
+        """Acceptance, commits and dispatch; 0 where ``is_busy``."""
         if self.verify_ms is None:
             return None
-        return self.round_ms - self.verify_ms - self.draft_ms
+        return max(self.round_ms - self.verify_ms - self.draft_ms, 0.0)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the passes, timed apart, took longer than whole rounds, as on a busy machine."""
+        return self.verify_ms is not None and self.verify_ms + self.draft_ms > self.round_ms
 
     def to_dict(self, is_plain: bool) -> dict[str, Any]:
         """Returns the entries of report.json."""

@@ -169,9 +169,9 @@ def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[S
 
     Every moment counts once. Where several operations run at once, each gets its share; where none
     runs, the moment counts to the next one, which it prepares. Of each operation the median run
-    counts, so that a product that once waited for a core does not make its stage look slow. What
-    all runs took beyond their medians is an entry of its own, so that the entries still add up to
-    the whole.
+    counts, or the mean if that is less, so that a product that once waited for a core does not make
+    its stage look slow. What all runs took beyond that is an entry of its own, never below zero, so
+    that the entries still add up to the whole.
 
     Args:
       spans: The runs of operations.
@@ -195,7 +195,7 @@ def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[S
     time_ns = Counter()
     busy_ns = Counter()
     for name, chosen in runs.items():
-        busy, waiting = (len(chosen) * float(np.median(x[chosen])) for x in (ran_ns, waited_ns))
+        busy, waiting = (len(chosen) * _usual(x[chosen]) for x in (ran_ns, waited_ns))
         count[stages[name]] += len(chosen)
         busy_ns[stages[name]] += busy
         time_ns[stages[name]] += busy + waiting
@@ -203,11 +203,15 @@ def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[S
     def order(stage):
         return ((*STAGES, "loop").index(stage[0]), (*PARTS, "").index(stage[1]))
 
-    rest_ns = float((ran_ns + waited_ns).sum()) - sum(time_ns.values())
+    rest_ns = max(float((ran_ns + waited_ns).sum()) - sum(time_ns.values()), 0.0)  # of rounding
     return [
         *(StageTotal(*s, time_ns[s], busy_ns[s], count[s]) for s in sorted(count, key=order)),
         StageTotal(*DELAYS, rest_ns, rest_ns, 0),
     ]
+
+
+def _usual(times: np.ndarray) -> float:
+    return float(min(np.median(times), np.mean(times)))
 
 
 def name_of(stage: Stage) -> str:

@@ -104,22 +104,22 @@ def unrolled(
     )
     reached, accepted = np.zeros((2, num_draft), np.int64)
     bar = Progress(len(rows), f"teacher-forced {head.method}", every_s=10.0, delay_s=2.0)
-    for prompt, row in zip(prompts, rows):
-        text = np.asarray([*prompt, *row.tokens], np.int32)
-        padded = np.zeros(-(-(len(text) + 2) // _BUCKET) * _BUCKET, np.int32)
-        padded[: len(text)] = text
-        with use_mesh(mesh_of(target.params)):
-            drafts = np.asarray(draft(target.params, head.params, padded[None]))[:, 0]
-        pending = len(prompt)
-        while pending + 1 < len(text):
-            true_next = text[pending + 1 : pending + 1 + num_draft]
-            is_right = drafts[: len(true_next), pending - 1] == true_next
-            n = int(np.argmin([*is_right, False]))
-            reached[: min(n + 1, len(true_next))] += 1
-            accepted[:n] += 1
-            pending += n + 1
-        bar.step(f"K={num_draft}")
-    bar.close()
+    with bar:
+        for prompt, row in zip(prompts, rows):
+            text = np.asarray([*prompt, *row.tokens], np.int32)
+            padded = np.zeros(-(-(len(text) + 2) // _BUCKET) * _BUCKET, np.int32)
+            padded[: len(text)] = text
+            with use_mesh(mesh_of(target.params)):
+                drafts = np.asarray(draft(target.params, head.params, padded[None]))[:, 0]
+            pending = len(prompt)
+            while pending + 1 < len(text):
+                true_next = text[pending + 1 : pending + 1 + num_draft]
+                is_right = drafts[: len(true_next), pending - 1] == true_next
+                n = int(np.argmin([*is_right, False]))
+                reached[: min(n + 1, len(true_next))] += 1
+                accepted[:n] += 1
+                pending += n + 1
+            bar.step(f"K={num_draft}")
     return reached, accepted
 
 

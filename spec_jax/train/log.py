@@ -90,7 +90,7 @@ class Log:
                 self._board.add_scalar(name, value, step)
         if not self._progress.is_bar:
             line = " ".join(f"{k}={_short(v)}" for k, v in figures.items())
-            print(line + self._progress.left(step), flush=True)
+            self._progress.say(line + self._progress.left(step))
         self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
 
     def begin(self, step: int) -> None:
@@ -99,7 +99,7 @@ class Log:
             self._progress.begin(step)
 
     def now(self, text: str) -> None:
-        """Says on the bar what is running."""
+        """Says what is running, until the next figures."""
         if self._is_writer:
             self._progress.now(text)
 

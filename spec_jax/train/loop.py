@@ -231,6 +231,7 @@ def train_loop(
                     log.write(done, **evaluated)
                     if best_by is not None:
                         checkpoints.save_best(done, state, evaluated[best_by])
+                    log.now("")
             if checkpoints is not None and (is_last or is_asked or is_due):
                 figures.read()
                 if checkpoints.last_step != done:

@@ -97,6 +97,8 @@ def test_bars_end_within_their_cell_and_every_plot_stands_in_one_section():
     cells = [cell for part in parts if part.table for row in part.table.rows for cell in row]
     ends = [end for cell in cells for *_, end in getattr(cell, "bar", ())]
     assert len(ends) >= 3 and max(ends) <= 1
+    assert shown[0].round_time.rest_ms == 0
+    assert any("The machine was busy: the passes of" in " ".join(part.text) for part in parts)
     assert [part.figure for part in parts if part.figure] == [*figures]
     alone = [plain(categories={"g": category()})]
     assert "categories.png" not in [p.figure for p in sections(report, alone, {}, figures)]
@@ -145,7 +147,7 @@ def test_page_markdown_and_screen_show_every_figure_of_a_run(tmp_path):
         "method|T|round, ms|verify|draft|rest|pass / target's|measured|predicted|"
         "measured / predicted",
         "plain|0|1.250|–|–|–|–|–|–|–",
-        "mtp tree 2x2|0|2.150|1.500|0.750|-0.100|–|0.50|1.57|0.32",
+        "mtp tree 2x2|0|2.150|1.500|0.750|0.000|–|0.50|1.57|0.32",
         "method|K|T|rows|identical|not examined|rounding|bug|farthest from float32",
         "eagle-3|3|0|16|16|16|0|0|–",
         "mtp 2x2|5|0|16|15|15|1|0|–",

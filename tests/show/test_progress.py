@@ -7,8 +7,10 @@ import os
 import sys
 import types
 
+import numpy as np
 import pytest
 
+from experiments.regenerate import share_done
 from spec_jax import progress, testing
 from spec_jax.engine import session as watch
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -135,13 +137,15 @@ def clock(monkeypatch):
     return clock
 
 
-def test_lines_say_how_long_is_left_and_compilation_counts_once(clock, capsys):
+def test_lines_say_how_long_is_left_and_compilation_counts_nowhere(clock, capsys):
     with progress.Progress(6, "measuring") as bar:
-        for seconds in (60, 10, 20, 30, 1, 1):
+        for seconds, compiling_s in ((60, 50), (10, 0), (920, 900), (30, 0), (1, 0), (1, 0)):
             clock.now_s += seconds
+            progress.leave_out(compiling_s / 2)  # as tracing, which compiling includes
+            progress.leave_out(compiling_s)
             bar.step("a row")
     *lines, last = capsys.readouterr().err.splitlines()
-    assert lines[0] == "measuring 1/6: a row (about 5 min left)"  # all that is known
+    assert lines[0] == "measuring 1/6: a row (about 50 s left)"  # all that is known
     left = [line.partition("about ")[2] for line in lines[1:]]  # 10 s a step, since the first one
     assert left == ["40 s left)", "45 s left)", "40 s left)", "15 s left)"]
     assert last == "measuring 6/6: a row"
@@ -151,3 +155,64 @@ def test_lines_say_how_long_is_left_and_compilation_counts_once(clock, capsys):
         clock.now_s += 10  # too early for a line
         bar.step("one", 20)
     assert capsys.readouterr().err == "prompts 920/1000: one (about 3 min left)\n"
+    with progress.Progress(3, "compiling", is_compiling=True) as bar:
+        clock.now_s += 40
+        progress.leave_out(40)
+        bar.step("one")
+    assert capsys.readouterr().err == "compiling 1/3: one (about 1 min left)\n"
+
+
+@pytest.mark.parametrize("batch, seed", [(1, 0), (32, 0), (32, 1), (32, 2)])
+def test_after_a_tenth_of_the_rows_the_time_left_is_within_a_factor_of_two(
+    clock, capsys, batch, seed
+):
+    """Rows that are decoded together end together; the first come after compilation and prefill."""
+    rng = np.random.default_rng(seed)
+    waiting = [min(int(x), 192) for x in 1 + rng.exponential(250, 320)]
+    running = [waiting.pop() for _ in range(batch)]
+    ends, left = [], []
+    rounds = 0
+    clock.now_s += 20
+    with progress.Progress(320, "prompts") as bar:
+        clock.now_s += 240
+        progress.leave_out(220)
+        while running:
+            clock.now_s += 0.1 * max(len(running) / 8, 1)
+            rounds += len(running)
+            running = [x - 1 for x in running]
+            for _ in range(running.count(0)):
+                running += [waiting.pop()] if waiting else []
+                ends.append(clock.now_s)
+                share = share_done(rounds, 192, len(ends), len(running), 320 - len(ends))
+                bar.step("one", share=share)
+                left.append(bar._bar.left_s)
+            running = [x for x in running if x]
+    assert bar.num_done == len(ends) == 320
+    for end_s, left_s in zip(ends[32:300], left[32:300]):
+        assert 0.5 < left_s / (ends[-1] - end_s) < 2
+
+
+def test_work_that_is_silent_says_what_it_does_every_ten_seconds(clock, capsys):
+    def said(seconds):
+        clock.now_s += seconds
+        progress._open.look()
+        return capsys.readouterr().err
+
+    with progress.Progress(6, "measuring") as bar:
+        assert said(9) == ""
+        assert said(2) == "measuring 0/6: running, 11 s so far\n"
+        assert said(9) == ""
+        bar.step("a row")
+        assert capsys.readouterr().err.startswith("measuring 1/6: a row")
+        bar.now("examining rows")
+        assert said(12).startswith("measuring 1/6: examining rows, 12 s so far (about ")
+        with progress.Notice("compiling a round", after_s=1e9) as notice:
+            clock.now_s += 2
+            notice._say()
+            assert said(11).startswith("measuring 1/6: compiling a round …, 11 s so far")
+        assert said(11).startswith("measuring 1/6: running, 11 s so far")
+    with progress.Notice("drawing plots", after_s=1e9, is_line=True) as notice:
+        notice._say()
+        assert said(12) == "drawing plots …\ndrawing plots, 12 s so far\n"
+    assert said(99) == "drawing plots took 12.0 s\n"
+    assert not progress._open.all
