@@ -46,7 +46,7 @@ def is_id(name: str) -> bool:
 
 
 def cached_directory(name: str) -> pathlib.Path | None:
-    """Returns the directory of what the cache holds of a repository; None if it holds nothing.
+    """Returns the directory of what the cache holds of a repository, or a file; None for nothing.
 
     Args:
       name: any text; of a repository, see ``directory_of``.
@@ -58,7 +58,8 @@ def cached_directory(name: str) -> pathlib.Path | None:
     try:
         import huggingface_hub as hub
 
-        return pathlib.Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
+        folder = hub.snapshot_download(repo, revision=revision, local_files_only=True)
+        return pathlib.Path(folder, found["file"] or "")
     except Exception:  # versions of the hub raise errors of many types
         return None
 

