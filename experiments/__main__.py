@@ -9,8 +9,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from experiments.run import lines
+
 _FOLDER = pathlib.Path(__file__).parent
-_WIDTH = 100
 
 
 class MainModule(NamedTuple):
@@ -42,12 +43,19 @@ def text() -> str:
     """Returns the list: the name of each experiment, a sentence and a command."""
     found = [*experiments()]
     column = 2 + max(len(one.name) for one in found)
-    lines = ["The experiments. Each command also takes --help, which lists its flags.", ""]
+    columns = lines.width()
+    shown = ["The experiments. Each command also takes --help, which lists its flags.", ""]
     for one in found:
-        said = textwrap.wrap(one.sentence, _WIDTH - column, break_on_hyphens=False)
-        lines += [part.rjust(column + len(part)) for part in (*said, one.command)]
-        lines[-len(said) - 1] = one.name.ljust(column) + said[0]
-    return "\n".join(lines)
+        indent = " " * column
+        said = textwrap.fill(
+            one.sentence,
+            columns,
+            initial_indent=one.name.ljust(column),
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
+        shown += [said, lines.command(indent + one.command, columns)]
+    return "\n".join(shown)
 
 
 def main() -> None:

@@ -7,8 +7,9 @@
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
   training      training steps at the zoo's size
-  peers         transformers' assisted generation and prompt lookup on the zoo's models; needs torch
-                and transformers. --peers runs it alone, or after the parts of --parts
+  peers         transformers' assisted generation and prompt lookup on the zoo's
+                models; needs torch and transformers. --peers runs it alone, or after
+                the parts of --parts
 
 The run's folder gets config.json, environment.json, and after every part report.json and
 report.md. A part that cannot be measured is left out with a note, and the others go on. To compare

@@ -24,6 +24,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from experiments.run import lines
+
 GRACE_S = 15.0  # in which processes may end by themselves, after a signal or another's end
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line and runs the experiment that it names."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.launch",
-        description=__doc__,
+        description=lines.fit(__doc__, lines.width()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, required=True, help="how many to start")

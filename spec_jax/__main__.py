@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import itertools
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spec_jax.config.sampler import options
 from spec_jax.engine.request import ambiguous_limit
-from spec_jax.errors import ConfigError, SpecJaxError
+from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
 from spec_jax.version import __version__
+
+if TYPE_CHECKING:
+    from spec_jax.engine.stream import Stream
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -89,7 +96,7 @@ def _add_generate(commands) -> None:
         action="store_true",
         help="the prompt is a user's message, put into the target's chat template",
     )
-    command.set_defaults(run=generate)
+    command.set_defaults(run=generate, command=command)
 
 
 def _add_certify(commands) -> None:
@@ -124,7 +131,7 @@ def _add_certify(commands) -> None:
         help="the drafter's state depends on more than the "
         "text: do not compare it with the state after a prefill",
     )
-    command.set_defaults(run=certify)
+    command.set_defaults(run=certify, command=command)
 
 
 def _add_inspect(commands) -> None:
@@ -134,7 +141,7 @@ def _add_inspect(commands) -> None:
         description="Says what a checkpoint is, from its config and the headers of its weights.",
     )
     command.add_argument("directory", help="a directory, a zoo name or a hub id")
-    command.set_defaults(run=inspect)
+    command.set_defaults(run=inspect, command=command)
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -175,8 +182,11 @@ def generate(args: argparse.Namespace) -> int:
     limits = {"max_new_tokens": args.max_new_tokens, "max_length": args.max_length}
     begin_s = time.monotonic()
     with decoder.stream(**call, **limits, logprobs=args.logprobs) as stream:
-        for piece in stream:
-            print(piece, end="", flush=True)
+        if sys.stdout.isatty():
+            _show_live(prompt + "\n" * args.chat, stream)
+        else:
+            for piece in stream:
+                print(piece, end="", flush=True)
     print(flush=True)
     stats = decoder.stats
     row = stream.result
@@ -202,6 +212,26 @@ def generate(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _show_live(prompt: str, stream: Stream) -> None:
+    """Shows a prompt, dimmed, and its continuation, with accepted and corrected tokens coloured."""
+    from spec_jax.show.terminal import DIM, STYLES, Terminal
+
+    has_colors = not os.getenv("NO_COLOR") and os.getenv("TERM") != "dumb"
+    send = functools.partial(print, end="", flush=True)
+    terminal = Terminal(send, shutil.get_terminal_size().columns, has_colors=has_colors)
+    pieces = stream.with_origins()
+    first = list(itertools.islice(pieces, 2))  # what is said of compilation precedes the text
+    terminal.write(prompt, DIM)
+    try:
+        for piece, kind in itertools.chain(first, pieces):
+            terminal.write(piece, STYLES.get(kind, ""))
+    finally:
+        terminal.flush()
+    for kind, style in STYLES.items() if has_colors else ():
+        terminal.write(f"\n{kind}", style)
+    terminal.flush()
 
 
 def certify(args: argparse.Namespace) -> int:
@@ -240,7 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       of stdout has gone, as in ``| head``.
     """
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = getattr(args, "command", parser)
+        known = [flag for action in command._actions for flag in action.option_strings]
+        flag = unknown[0].partition("=")[0]
+        hint = did_you_mean(flag, known) if flag.startswith("-") else ""
+        command.error(f"unexpected argument {flag}{hint}")
     if not hasattr(args, "run"):
         parser.print_help()
         return 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from support.pairs import tiny_pair
 import spec_jax
 from spec_jax.__main__ import main, make_parser
 from spec_jax.inspection import inspect
+from spec_jax.show.terminal import Terminal
 from spec_jax.testing.certificate import certify as certification
 
 
@@ -38,6 +40,56 @@ def test_generate_streams_what_the_library_generates(pair, capsys):
     (line,) = err.splitlines()
     assert line.startswith("12 tokens in ") and "finish reason: length; " in line
     assert "tokens per target pass" in line and "accepted (rule: greedy)" in line
+
+
+def test_a_terminal_shows_the_prompt_and_in_colours_where_tokens_came_from(
+    pair, capsys, monkeypatch
+):
+    """Of every character that is not blank; lines are as wide as the terminal, words are whole."""
+    options = ["--draft", "ngram", "--k", "3", "--max-new-tokens", "40"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    line = ["generate", str(pair / "target"), "def f(x):", *options]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    shown = []
+    style = "0"
+    for code, char in re.findall("\033\\[([\\d;]+)m|(\\S)", out.rpartition("\naccepted")[0] or out):
+        style = code or style
+        shown += [(char, style)] if char else []
+    config = spec_jax.SpeculativeConfig("ngram", 3)
+    decoder = spec_jax.SpeculativeDecoder(spec_jax.load_model(pair / "target"), None, config)
+    row = decoder.generate("def f(x):", 40)
+    styles = {"accepted": "0;32", "corrected": "0;33"}
+    tokens = zip(row.trace.pieces(row.tokens), row.trace.kinds)
+    parts = [("def f(x):", "0;2"), *((text, styles.get(kind, "0")) for text, kind in tokens)]
+    expected = [(char, style) for text, style in parts for char in text if not char.isspace()]
+    assert shown[: len(expected)] == expected and {"accepted", "corrected"} <= {*row.trace.kinds}
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(line) == 0
+    plain = capsys.readouterr().out
+    assert "\033" not in plain and "".join(plain.split()) == "".join(c for c, _ in expected)
+    words = re.split(r"\s+", "def f(x):" + row.text)
+    assert {len(x) > 30 for x in plain.splitlines()} == {False} or max(map(len, words)) > 30
+
+
+def test_a_terminal_breaks_lines_between_words():
+    shown = []
+    terminal = Terminal(shown.append, 10, has_colors=False)
+    for piece in ("one tw", "o three", " four\n", "日本語日本 日本", " a-word-that-is-too-long"):
+        terminal.write(piece)
+    terminal.flush()
+    lines = ["one two ", "three four", "日本語日本", "日本 a-word-that-is-too-long"]
+    assert "".join(shown).split("\n") == lines
+
+
+def test_a_wrong_flag_gets_the_usage_of_its_command_and_a_suggestion(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "zoo/target", "x", "--drafft", "zoo/draft"])
+    err = capsys.readouterr().err
+    assert err.startswith("usage: python -m spec_jax generate") and "did you mean --draft?" in err
 
 
 def test_log_probabilities_have_a_heading(pair, capsys):

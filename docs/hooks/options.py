@@ -46,7 +46,7 @@ def experiments() -> list[str]:
 
 def ask(module: str, *arguments: str) -> Help:
     """Runs a main module with ``--help``. To be called once in a process, which has its flags."""
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "88"
     sys.argv = [module, *arguments, "--help"]
     out = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(out):

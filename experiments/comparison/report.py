@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from experiments.comparison.setup import Setup
 from experiments.run import report
+from experiments.run.lines import width
 from spec_jax.evaluation import profile
 from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.prompts import PromptEncoder
@@ -483,7 +486,10 @@ def conclude(results: Sequence[CellResult]) -> list[str]:
 def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Prints what is compared, and where the report will be."""
     env = rep["environment"]
-    print(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}")
+    fill = functools.partial(
+        textwrap.fill, width=width(), break_on_hyphens=False, break_long_words=False
+    )
+    print(fill(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}"))
     for name, value in {**conditions(rep), "folder": folder}.items():
         if not name.endswith("as read"):
-            print(f"{name:8} {value}", flush=True)
+            print(fill(f"{name:8} {value}", subsequent_indent=" " * 9), flush=True)

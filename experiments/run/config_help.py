@@ -16,10 +16,10 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
+from experiments.run import lines
 from spec_jax.config import sampler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_WIDTH = 100
 _IMPORTED = re.compile(r"^from configs import ([\w, ]+)$", re.MULTILINE)
 _BASE = re.compile(r"^\s*config = (\w+)\.get_config\(\)", re.MULTILINE)
 
@@ -52,8 +52,8 @@ def comments(path: pathlib.Path) -> dict[str, str]:
 
     def add(key: str, value: ast.expr, row: int) -> None:
         said = f"{above.get(row, '')} {beside.get(row, '')}".strip()
-        both = "; ".join(filter(None, (base.get(key, "").rstrip("."), said)))
-        found[key] = both if said else found.get(key, "")
+        both = " ".join(map(sentence, filter(None, (base.get(key, ""), said))))
+        found[key] = (both if base.get(key) else said) if said else found.get(key, "")
         add_all(f"{key}.", value)
 
     def add_all(prefix: str, value: ast.expr) -> None:
@@ -73,6 +73,12 @@ def comments(path: pathlib.Path) -> dict[str, str]:
         elif called.startswith("config.") and called.endswith(".update"):
             add_all(called.removeprefix("config.").removesuffix("update"), node)
     return found
+
+
+def sentence(text: str) -> str:
+    """Returns a text as a sentence: with a capital letter and a full stop."""
+    end = "" if not text or text.endswith((".", "!", "?", ":")) else "."
+    return text[:1].upper() + text[1:] + end
 
 
 def docstring(path: pathlib.Path) -> str:
@@ -131,11 +137,13 @@ def describe(path: pathlib.Path) -> str:
 
 
 def _line(flag: str, said: str) -> str:
-    column = 44
+    columns = lines.width()
+    column = 44 if columns == 100 else 32
     begin = flag.ljust(column - 2) + "  " if len(flag) <= column - 2 else f"{flag}\n{' ' * column}"
     if not said:
         return flag
-    text = textwrap.fill(said, _WIDTH - column, break_on_hyphens=False, break_long_words=False)
+    options = {"break_on_hyphens": False, "break_long_words": False}
+    text = textwrap.fill(sentence(said), columns - column, **options)
     return begin + text.replace("\n", "\n" + " " * column)
 
 
@@ -168,8 +176,9 @@ def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None)
       argv: The command line; the config file that ``--config`` names is described.
       config_file: The one that is described otherwise; None: the experiment has no config.
     """
-    lines = [_line(f"  --{name}={value}", said) for name, value, said in main_flags(argv[0])]
-    parts = [(module.__doc__ or "").strip(), "Flags, with their values by default:", *lines]
+    rows = [_line(f"  --{name}={value}", said) for name, value, said in main_flags(argv[0])]
+    said = lines.fit(module.__doc__ or "", lines.width())
+    parts = [said, "Flags, with their values by default:", *rows]
     if config_file is not None:
         given = [x.partition("=")[2] for x in argv[1:] if x.startswith("--config=")]
         path = pathlib.Path(given[-1] if given else config_file)

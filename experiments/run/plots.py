@@ -68,6 +68,7 @@ def panels(
                 axis.legend(**legend)
         if processes.is_writer():
             figure.draw_without_rendering()
+            figure.set_layout_engine("none")  # it is laid out, once for all files
             for axis in figure.axes:
                 box = axis.get_tightbbox().transformed(figure.dpi_scale_trans.inverted())
                 top = figure.get_figheight() - box.y1

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from spec_jax.config import check_integer
-from spec_jax.decoding import Finish
+from spec_jax.decoding import Finish, Kind
 from spec_jax.engine import request
 from spec_jax.engine.build import DecoderSpec
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
@@ -18,6 +18,7 @@ from spec_jax.engine.driver import Driver
 from spec_jax.engine.generation import Generation, error_of
 from spec_jax.engine.options import GenerateOptions
 from spec_jax.engine.stats import RunningStats
+from spec_jax.engine.text import TextTracker
 from spec_jax.errors import Cancelled
 from spec_jax.progress import Progress, is_watched
 from spec_jax.sampling import make_samplers
@@ -150,6 +151,22 @@ class Session:
         is_running = np.asarray(chunk.finish) == Finish.RUNNING
         total = np.where(is_running, chunk.total, self._request.limits)
         return int((total - np.asarray(self._request.lengths)).sum()), int(is_running.sum())
+
+    def follow(self, row: int = 0) -> TextTracker:
+        """Returns what follows the text of a row once more, from its beginning."""
+        followed = self._driver.rows[row]
+        return TextTracker(followed.text.tokenizer, followed.prompt, has_pieces=True)
+
+    def origins(self, row: int = 0) -> tuple[list[int], list[str]]:
+        """Returns the output tokens of a row so far, and the kind of each, see ``Trace``."""
+        with self._lock:
+            state = self._driver.state
+            if state is None:
+                found = self._rows[row : row + 1]
+                return next(((list(x.tokens), list(x.trace.kinds)) for x in found), ([], []))
+            kinds = np.asarray(state.kind)[row]
+            tokens = np.asarray(state.tokens)[row][kinds > 0]
+            return tokens.tolist(), [Kind(k).name.lower() for k in kinds[kinds > 0].tolist()]
 
     def close(self) -> None:
         """Ends the rows that are still running, as cancelled."""

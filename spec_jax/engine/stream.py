@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
+from spec_jax.decoding import Finish
 from spec_jax.engine.generation import Generation
 from spec_jax.engine.session import Session, watched
 from spec_jax.errors import Cancelled
@@ -67,6 +69,27 @@ class Stream:
         self._is_interrupted = True
         with contextlib.suppress(RuntimeError):  # the interpreter is on its way out
             self._worker.submit(self._session.close)
+
+    def with_origins(self) -> Iterator[tuple[str, str]]:
+        """Yields the pieces of a single prompt, split where the kind of their tokens changes.
+
+        Yields:
+          A text, and the kind of its tokens, see ``Trace``.
+        """
+        text = self._session.follow()
+        kinds: list[str] = []  # of each character that no piece has had yet
+        num = 0
+        for piece in self:
+            tokens, known = self._session.origins()
+            for n in range(num, len(tokens)):
+                kinds += [known[n]] * len(text.look(tokens[: n + 1], Finish.RUNNING)[1])
+            num = max(num, len(tokens))
+            of_piece = itertools.zip_longest(
+                piece, kinds[: len(piece)], fillvalue=(known or [""])[-1]
+            )
+            kinds = kinds[len(piece) :]
+            for kind, part in itertools.groupby(of_piece, key=lambda pair: pair[1]):
+                yield "".join(char for char, _ in part), kind
 
     def drain(
         self, on_token: OnToken | None = None, has_progress: bool | None = None

@@ -40,6 +40,7 @@ from spec_jax.intervals import Interval, paired_speedup
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
+from spec_jax.show.tables import Section
 
 if TYPE_CHECKING:
     from spec_jax.testing import RowAudit
@@ -391,8 +392,9 @@ class Comparison:
 
     def __str__(self) -> str:
         notes = [f"note: {note}" for note in self.notes]
-        tables = [summary.results_table(self.results).text()]
-        tables += [section.console() for section in summary.counted_sections(self.results)]
+        parts = [Section("", table=summary.results_table(self.results))]
+        parts += summary.counted_sections(self.results)
+        tables = [section.console() for section in parts]
         return "\n".join([self.title, "", "\n\n".join(tables), "", *self.conclusions, *notes])
 
     __repr__ = __str__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import shutil
 import textwrap
 import types
@@ -13,6 +14,7 @@ import tabulate
 
 tabulate.MIN_PADDING = 0  # titles are as narrow as their cells
 _WIDEST = 100  # characters of a line of text on the screen
+_NAMES = ("method", "K", "T", "category")  # columns that name a row
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -77,8 +79,14 @@ class Table(NamedTuple):
     group: str = ""
     filters: Mapping[str, str] = _NONE
 
-    def text(self, *, is_markdown: bool = False) -> str:
-        """Formats the rows that are shown at first, without the columns that choose them."""
+    def text(self, *, is_markdown: bool = False, width: float = math.inf) -> str:
+        """Formats the rows that are shown at first, without the columns that choose them.
+
+        Args:
+          is_markdown: Whether to write Markdown instead of plain text.
+          width: Of the lines, in characters. A wider table goes on below, where each row has its
+            name again.
+        """
         chosen = {self.header.index(name): x for name, x in self.filters.items() if x}
         kept = [i for i in range(len(self.header)) if i not in chosen]
         rows = []
@@ -92,7 +100,24 @@ class Table(NamedTuple):
             before = value
             rows.append([row[i] for i in kept])
         header = [self.header[i] for i in kept]
-        return table(header, rows, numbers=self.numbers, is_markdown=is_markdown)
+        sizes = [2 + max(len(str(x)) for x in column) for column in zip(header, *rows)]
+        names = [i for i, name in enumerate(header) if not i or name in _NAMES]
+        parts = [names]
+        for i in (i for i in range(len(header)) if i not in names):
+            if sum(sizes[j] for j in (*parts[-1], i)) - 2 > width and parts[-1] != names:
+                parts.append(names)
+            parts[-1] = [*parts[-1], i]
+        if len(parts) == 1:
+            parts = [range(len(header))]
+        return "\n\n".join(
+            table(
+                [header[i] for i in part],
+                [[row[i] for i in part] for row in rows],
+                numbers=self.numbers,
+                is_markdown=is_markdown,
+            )
+            for part in parts
+        )
 
 
 class Section(NamedTuple):
@@ -118,11 +143,12 @@ class Section(NamedTuple):
         """Formats the section for the screen, in lines as wide as it; "" if it is a figure."""
         if self.figure and self.table is None:
             return ""
-        width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
+        columns = shutil.get_terminal_size((_WIDEST, 0)).columns
+        width = min(_WIDEST, columns)
         fill = functools.partial(textwrap.fill, width=width, break_on_hyphens=False)
         bullet = "- " * (len(self.text) > 1)
         lines = [fill(bullet + line, subsequent_indent=" " * len(bullet)) for line in self.text]
-        lines += [] if self.table is None else [self.table.text()]
+        lines += [] if self.table is None else [self.table.text(width=columns)]
         lines += [""] * bool(lines and self.terms)
         lines += [
             fill(f"  {name:15} {x}", subsequent_indent=" " * 18) for name, x in self.terms.items()

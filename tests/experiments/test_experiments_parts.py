@@ -79,6 +79,18 @@ def test_tables_and_conclusions_say_what_was_found():
         assert said in reports.describe_difference(row, found, "bfloat16")
 
 
+def test_a_table_that_is_wider_than_the_terminal_goes_on_below(monkeypatch):
+    found = summary.results_table([result("a", 1.4, 1.6), result("b" * 20, 1.1, 1.3)])
+    whole, narrow = found.text().splitlines(), found.text(width=60)
+    assert max(map(len, whole)) > 100 and max(map(len, narrow.splitlines())) <= 60
+    parts = [part.splitlines() for part in narrow.split("\n\n")]
+    assert {len(part) for part in parts} == {len(whole)} and len(parts) > 1
+    assert all(part[2].split()[:3] == ["a", "3", "0"] for part in parts)
+    rows = zip(*(part[2:] for part in parts))
+    for row, line in zip(rows, whole[2:]):
+        assert {*line.split()} == {x for part in row for x in part.split()}
+
+
 def test_a_prediction_counts_what_is_offered_and_what_passes_cost():
     found = costs.Costs(2.0, {"standalone": 0.5}, {1: 2.0, 5: 3.0}, slots=128, batch=1)
     assert found.verify_cost(2) == 1.25 and found.draft_cost("ngram") == 0
