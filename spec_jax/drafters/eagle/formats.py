@@ -111,7 +111,11 @@ def _taps(reading: Reading) -> tuple[int, ...]:
     if stated is not None:
         is_list = isinstance(stated, list)
         require(is_list, f"taps is {shown(stated)} in config.json; expected a list of layers")
-        return reading.decide("taps", tuple(stated), "config.json says so")
+        counts = [list(stated), [tap - 1 for tap in stated if is_integer(tap)], None]
+        if reading.stated(_IDS) in counts:
+            return tuple(stated)  # as our files say it
+        why = f"config.json says so, in place of its {_IDS}"
+        return reading.decide("taps", tuple(stated), why)
     ids = reading.stated(_IDS)
     if not ids:
         taps = low, middle, high = 2, L // 2, L - 3
@@ -365,11 +369,11 @@ class EagleFormats(HeadFormats):
             return hf | {_IDS: taps, "taps": taps}
         if not config.norm_output:  # see DOUBTS
             del hf["norm_output"], hf["eagle_config"]["norm_output"]
-        ids = taps
-        if config.is_parallel:  # SGLang drafts with none
-            hf["taps"] = taps
-        elif taps[0] == 2:  # SGLang counts outputs of layers if the first id is 1
-            ids = [tap - 1 for tap in taps]
+        if taps[0] != 1 or config.is_parallel:  # else other loaders read others, see ``check``
+            hf["taps"] = taps  # the ids leave open what they count
+        is_first = taps[0] == 2 and not config.is_parallel
+        # SGLang counts outputs of layers if the first id is 1, and drafts with none for P-EAGLE.
+        ids = [tap - 1 for tap in taps] if is_first else taps
         hf["eagle_config"] |= {_IDS: ids, _USES_IDS: True}
         return hf
 

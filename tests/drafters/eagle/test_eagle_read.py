@@ -211,6 +211,17 @@ NUMBERINGS = [
 ]
 
 
+@pytest.mark.parametrize("ids", [[1, 3, 7], [2, 4, 8], [0, 3, 7]])
+def test_taps_that_a_file_of_ours_states_are_noted_only_where_its_ids_differ(tmp_path, ids):
+    directory = write_head(
+        tmp_path, "specforge", taps=[2, 4, 8], eagle_aux_hidden_state_layer_ids=ids
+    )
+    config, notes = notes_of(directory)
+    assert config.taps == (2, 4, 8)
+    assert ("in place of its eagle_aux" in notes) == (ids[0] == 0)
+    assert ids[0] == 0 or not notes
+
+
 @pytest.mark.parametrize(("name", "ids", "taps", "message"), NUMBERINGS)
 def test_numbering_of_tapped_layers_is_resolved_and_noted(tmp_path, name, ids, taps, message):
     directory = write_head(tmp_path, name, eagle_aux_hidden_state_layer_ids=ids)
