@@ -124,9 +124,11 @@ def turn_of(
 
 
 def text_of(target: LoadedModel, ids: Sequence[int]) -> str:
-    """Returns the text of ids, or the ids themselves if the target has no tokenizer."""
+    """Returns the text of ids with special tokens; the ids if the target has no tokenizer."""
     tokenizer = target.tokenizer
-    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return tokenizer.decode(ids, has_special=True)
 
 
 _COUNTS = [field.name for field in dataclasses.fields(Stats) if not field.name.endswith("_s")]

@@ -193,9 +193,14 @@ class Tokenizer:
         """Returns the ids of a text, with the special tokens that the tokenizer itself adds."""
         return self.backend.encode(text).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, without special tokens and without cleaning up spaces."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, has_special: bool = False) -> str:
+        """Returns the text of ids, without cleaning up spaces.
+
+        Args:
+          ids: the ids.
+          has_special: whether the text has the special tokens, such as ``<|im_end|>``.
+        """
+        return self.backend.decode(list(ids), skip_special_tokens=not has_special)
 
     def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """Returns the text that ``ids`` add after a prompt, a leading space included.

@@ -10,6 +10,7 @@ from tokenizers import processors
 
 from configs import regenerate_zoo
 from experiments import regenerate
+from experiments.comparison import answers
 from experiments.training import text as texts
 from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder, read_documents
@@ -62,8 +63,8 @@ def test_a_prompt_has_the_same_ids_wherever_it_is_read(tmp_path, template, has_b
 
     found = write_packed(tmp_path, "train", read_documents([path], encoder), tokenizer)
     corpora = [Corpus("documents", found.tokens, found.mask, found.starts)]
-    answers = [5, 6], [5, encoder.separator_id]
-    rows = [{"prompt_ids": ids, "response_ids": answer} for answer in answers]
+    ends_of = [5, 6], [5, encoder.separator_id]
+    rows = [{"prompt_ids": ids, "response_ids": end} for end in ends_of]
     responses = write_lines(tmp_path / "responses.jsonl", rows)
     corpora.append(texts.load_responses(responses, tokenizer))
     if template is None:
@@ -74,6 +75,14 @@ def test_a_prompt_has_the_same_ids_wherever_it_is_read(tmp_path, template, has_b
     assert [*ends] == [encoder.separator_id] * 2 and len(corpora[1].tokens) == 2 * len(ids) + 5
     if template is not None:
         assert texts.held_out_prompts(corpora[0], 1, 99) == [ids]
+
+
+def test_the_text_of_a_prompt_that_is_saved_has_its_special_tokens():
+    target = target_of(CHATML, has_bos=False)
+    ids = request.encode(target, TALK[:1])
+    text = answers.text_of(target, ids)
+    assert text.startswith("<|im_start|>") and "<|im_end|>" in text
+    assert target.tokenizer.encode(text) == ids
 
 
 def test_a_held_out_prompt_that_is_cut_keeps_its_bos():
