@@ -23,7 +23,7 @@ _LAYOUTS = (
     (32, "{desc} {n}/{total} {elapsed}<{remaining}{postfix}"),
     (0, "{n}/{total} <{remaining}{postfix}"),
 )
-_QUIET_S = 10.0  # after which work says what it does
+_QUIET_S = 9.0  # after which work says what it does: with the looks, within ten
 _LOOK_S = 1.0  # between two looks whether it has
 _USUAL = (80, 24)  # columns and lines of a terminal that states none
 

@@ -127,7 +127,8 @@ def show_live(bench: Bench, cells: Sequence[Cell], question: Question) -> None:
     text = question.plain_text()
     if question.ids:
         text = bench.target.tokenizer.decode(question.ids)
-    bench.run(cell, 0)  # compiles, which would tear the text apart
+    with Notice("compiling what is shown live", is_line=True):
+        bench.run(cell, 0)  # or compiling would tear the text apart
     print(f"\n── {question.name}, live by {cell.label} ".ljust(80, "─"))
     print(f"\033[2m{text}\033[0m" if sys.stdout.isatty() else text, end="", flush=True)
 

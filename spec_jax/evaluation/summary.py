@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -211,9 +212,32 @@ def comparable(results: Sequence[CellResult]) -> list[CellResult]:
 
 
 def best_of(results: Sequence[CellResult]) -> CellResult | None:
-    """Returns the fastest lossless draft; those that are significantly faster come first."""
-    known = comparable(results)
-    return max(known, key=lambda r: (r.speedup.low > 1, r.speedup.value), default=None)
+    """Returns the fastest lossless draft; those that are significantly faster come first.
+
+    Of several dtypes, each with a plain decoding of its own, the fastest of these counts.
+    """
+
+    def rank(r: CellResult) -> tuple[bool, float]:
+        share = r.plain_tokens_per_s / _fastest_plain(r, results)
+        return r.speedup.low * share > 1, r.speedup.value * share
+
+    return max(comparable(results), key=rank, default=None)
+
+
+def _fastest_plain(result: CellResult, results: Sequence[CellResult]) -> float:
+    """Tokens per second of the fastest plain decoding at a result's temperature and batch size."""
+    place = (result.cell.temperature, result.batch)
+    same = (r for r in results if (r.cell.temperature, r.batch) == place)
+    return max(r.plain_tokens_per_s for r in same) or 1.0
+
+
+def _plain_dtype(result: CellResult, results: Sequence[CellResult]) -> str | None:
+    """The dtype of the plain decoding that a speed-up is over; None if all have one dtype."""
+    place = (result.cell.temperature, result.batch)
+    plains = (r for r in results if r.cell.is_plain)
+    same = (r for r in plains if (r.cell.temperature, r.batch) == place)
+    found = (r.cell.dtype for r in same if r.tokens_per_s == result.plain_tokens_per_s)
+    return next(found, result.cell.dtype)
 
 
 def verdict(result: CellResult) -> str:
@@ -227,26 +251,41 @@ def verdict(result: CellResult) -> str:
 
 
 def conclusions(results: Sequence[CellResult]) -> list[str]:
-    """Returns one line for each temperature: its fastest lossless draft."""
+    """Returns one line for each temperature: its fastest lossless draft.
+
+    Of several dtypes there is one for each plain decoding that speed-ups are over, and then the
+    draft with the most tokens per second of all.
+    """
     lines = []
-    for temperature in dict.fromkeys(r.cell.temperature for r in results):
-        known = comparable([r for r in results if r.cell.temperature == temperature])
-        if not known:
-            continue
-        best = best_of(known)
+    known = comparable(results)
+    places = [(r.cell.temperature, _plain_dtype(r, results)) for r in known]
+    for temperature, dtype in dict.fromkeys(places):
+        group = [r for r, place in zip(known, places) if place == (temperature, dtype)]
+        best = best_of(group)
+        over = f"plain decoding in {dtype}" if dtype else "plain decoding"
         begin = f"Fastest at T={temperature:g}"
         if best.speedup.high < 1:
-            begin = f"Nothing beat plain decoding at T={temperature:g}; closest"
+            begin = f"Nothing beat {over} at T={temperature:g}; closest"
         elif not best.speedup.low > 1:
             begin = f"Highest at T={temperature:g}, but {verdict(best)}"
         line = (
             f"{begin}: {best.cell.title}, {best.cell.shape}, rule {best.cell.rule}: "
-            f"{best.speedup.value:.2f}x plain decoding "
+            f"{best.speedup.value:.2f}x {over} "
             f"({interval_text(best).removesuffix(' ?')}), {_sameness(best)}"
         )
-        close = [r for r in known if r is not best and not r.speedup.high < best.speedup.low]
+        close = [r for r in group if r is not best and not r.speedup.high < best.speedup.low]
         names = ", ".join(dict.fromkeys(f"{r.cell.title} {r.cell.shape}" for r in close))
         lines.append(line + (f"; with overlapping intervals: {names}" if close else ""))
+    counts = Counter(temperature for temperature, _ in dict.fromkeys(places))
+    for temperature in (t for t, count in counts.items() if count > 1):
+        group = [r for r in known if r.cell.temperature == temperature]
+        first = max(group, key=lambda r: r.tokens_per_s)
+        fastest = _fastest_plain(first, results)
+        lines.append(
+            f"Most tokens per second at T={temperature:g}: {first.cell.title}, {first.cell.shape}: "
+            f"{first.tokens_per_s:.0f}, {first.tokens_per_s / fastest:.2f}x the fastest plain "
+            "decoding of any dtype"
+        )
     return lines
 
 

@@ -64,6 +64,21 @@ def test_tables_and_conclusions_say_what_was_found():
     unsure = result("f", 0.9, 3.0)
     assert summary.conclusions([near, unsure, slow])[0].startswith("Fastest at T=0: c, K=3")
     assert "Nothing beat plain decoding at T=0; closest: d" in summary.conclusions([slower])[0]
+    in_dtype = lambda dtype, tok_s, plain_s, *bounds: dataclasses.replace(
+        result("g", *bounds, tokens_per_s=tok_s, plain_tokens_per_s=plain_s),
+        cell=Cell("g", 3, 0.0, "greedy", None, dtype),
+    )
+    wide, half = in_dtype("float32", 80, 50, 1.5, 1.7), in_dtype("bfloat16", 91, 70, 1.2, 1.4)
+    assert summary.best_of([wide, half]) is half, "1.3 times 70 is more than 1.6 times 50"
+    first, second, last = summary.conclusions([wide, half])
+    assert first.startswith(
+        "Fastest at T=0: g float32, K=3, rule greedy: 1.60x plain decoding in fl"
+    )
+    assert "1.30x plain decoding in bfloat16 (1.20 to 1.40)" in second and "overlap" not in second
+    assert last == (
+        "Most tokens per second at T=0: g bfloat16, K=3: 91, 1.30x the fastest plain decoding of "
+        "any dtype"
+    )
     missing = result("ngram", k=2, speedup=math.nan, stats=counts([2, 0], [1, 0]), identical_rows=3)
     text = summary.results_table([fast, missing]).text()
     assert "no (3/4 rows)" in text and ".50 –" in text and "nan" not in text
