@@ -65,7 +65,7 @@ def get_config() -> ConfigDict:
     config.peers = ConfigDict(
         {
             "target": "zoo/target",  # a zoo name or a directory
-            "draft": "zoo/draft",  # likewise
+            "draft": "zoo/draft",  # likewise; "": none
             "data": "",  # prompts, as in experiments.evaluate; "": held-out functions
             "num_prompts": 8,
             "max_prompt_tokens": 256,  # longer prompts lose their beginning

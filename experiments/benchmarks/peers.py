@@ -132,15 +132,16 @@ def check(config: ConfigDict) -> None:
     cli.require(is_known, config, "peers.dtypes", f"names among {', '.join(DTYPES)}")
 
 
-def cells(ks: Sequence[int], has_head: bool) -> list[PeerCell]:
+def cells(ks: Sequence[int], has_draft: bool, has_head: bool) -> list[PeerCell]:
     """Returns everything that is timed, of both sides."""
-    ours = ("ngram", "standalone", *(["head"] if has_head else []))
+    ours = ["ngram"] + ["standalone"] * has_draft + ["head"] * has_head
+    theirs = ["lookup"] + ["assisted"] * has_draft
     return [
         PeerCell(OURS, "plain"),
         PeerCell(THEIRS, "plain"),
-        PeerCell(THEIRS, "assisted", None),
+        *([PeerCell(THEIRS, "assisted", None)] * has_draft),
         *(PeerCell(OURS, method, k) for k in ks for method in ours),
-        *(PeerCell(THEIRS, method, k) for k in ks for method in ("lookup", "assisted")),
+        *(PeerCell(THEIRS, method, k) for k in ks for method in theirs),
     ]
 
 
@@ -179,16 +180,16 @@ def load_prompts(config: ConfigDict, target: LoadedModel) -> tuple[list[list[int
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
     """Compares tokens a second, prefill included."""
-    target = load_model(config.peers.target)
-    draft = load_model(config.peers.draft)
-    prompts, notes = load_prompts(config.peers, target)
+    models = {n: load_model(config.peers[n]) for n in ("target", "draft") if config.peers[n]}
+    prompts, notes = load_prompts(config.peers, models["target"])
     head = config.peers.head
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         is_path = bool(head) and pathlib.Path(head).exists()  # workers run in another directory
         setup = {"head": str(pathlib.Path(head).resolve()) if is_path else head, "threads": cores}
-        for name, model in (("target", target), ("draft", draft)):
+        setup["draft"] = ""
+        for name, model in models.items():
             setup[name] = str(pathlib.Path(folder) / name)
             save_pretrained(setup[name], model.params, model.config)
         for dtype in cli.listed(config.peers.dtypes):
@@ -232,7 +233,7 @@ def _measure_dtype(
     def label(cell):
         return cell.label(config.peers.head)
 
-    for cell in cells(config.peers.ks, bool(config.peers.head)):
+    for cell in cells(config.peers.ks, bool(config.peers.draft), bool(config.peers.head)):
         try:
             timers[cell] = Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
         except RefusedError as error:

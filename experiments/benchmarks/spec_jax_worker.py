@@ -2,7 +2,7 @@
 
 It is a process of its own, so that its memory is its own; requests and answers are those of
 ``transformers_worker``, with these methods: "plain", "ngram", "standalone" and "head". The first
-request also names the head, "" for none.
+request also names the head and the draft, "" for none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from spec_jax.loading import load_draft, load_model
 def load(setup: dict):
     """Returns the versions, and what answers requests."""
     jax.config.update("jax_enable_compilation_cache", False)  # the first run compiles everything
-    target, draft = (load_model(setup[name], setup["dtype"]) for name in ("target", "draft"))
+    target = load_model(setup["target"], setup["dtype"])
+    draft = load_model(setup["draft"], setup["dtype"]) if setup["draft"] else None
 
     @functools.cache
     def decoder(method: str, k: int, ngram_max: int) -> SpeculativeDecoder:
@@ -33,11 +34,9 @@ def load(setup: dict):
         def of_draft(draft):
             return (draft, SpeculativeConfig(draft.method, k))
 
-        parts = {
-            "plain": lambda: (None, None),
-            "ngram": lambda: (None, copying()),
-            "standalone": lambda: of_draft(draft),
-        }
+        parts = {"plain": lambda: (None, None), "ngram": lambda: (None, copying())}
+        if draft is not None:
+            parts["standalone"] = lambda: of_draft(draft)
         if setup["head"]:
             parts["head"] = lambda: of_draft(load_draft(setup["head"], target))
         if method not in parts:

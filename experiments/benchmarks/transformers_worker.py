@@ -3,7 +3,7 @@
 It runs in its own interpreter, which has torch and transformers and needs no jax, see
 ``worker_lines``. Requests and answers:
 
-    {"target": DIR, "draft": DIR, "dtype": NAME, "threads": N}            -> versions
+    {"target": DIR, "draft": DIR or "", "dtype": NAME, "threads": N}            -> versions
     {"method": NAME, "k": K, "prompts": IDS, "max_new_tokens": N, "ngram_max": N,
      "is_counted": BOOL}                                                   -> seconds, tokens, tau
 
@@ -37,8 +37,8 @@ def load(setup: dict):
         ).eval()
 
     target = read(setup["target"])
-    draft = read(setup["draft"])
-    own_defaults = draft.generation_config
+    draft = read(setup["draft"]) if setup["draft"] else None
+    own_defaults = draft and draft.generation_config
     passes = 0
 
     def count(*_) -> None:

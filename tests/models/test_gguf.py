@@ -37,7 +37,7 @@ MODELS = {
     "qwen3": dataclasses.replace(QWEN3, **WIDE, head_dim=128, rope=RopeConfig()),
     "qwen3_moe": dataclasses.replace(QWEN3_MOE, **WIDE, head_dim=16, moe_intermediate_size=768),
 }
-KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0")
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0")
 
 
 def plain_after(array, kind):
