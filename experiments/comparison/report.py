@@ -461,6 +461,8 @@ def conditions(rep: Mapping[str, Any]) -> dict[str, str]:
     for role, model in (rep.get("models") or {}).items():
         name = "target" if role == "target" else f"draft {role}"
         facts[name] = report.describe_model(model).removeprefix(f"{role}: ")
+        if model.get("source"):
+            facts[f"{name}, source"] = model["source"]
         if model["notes"]:
             facts[f"{name}, as read"] = "; ".join(model["notes"])
     own = rep.get("own") or {}

@@ -134,6 +134,7 @@ def facts(model: LoadedModel | LoadedHead, dtype: str) -> dict[str, Any]:
         config = model.config
         layers = model.config.num_hidden_layers
         known["max_length"] = model.model.max_length
+        known |= {"source": model.source} if model.source else {}
     else:
         config = layer_of(model.config)
         known["taps"] = list(model.config.taps)
