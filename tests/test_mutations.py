@@ -117,7 +117,7 @@ MUTATIONS = mutants.read("""
         DecodeQueue._put: (driver.state, place, prefix, index) -> (driver.state, 0, prefix, index)
         test_every_prompt_gives_its_greedy_stream
     a prompt's last chunk counts its padding
-        Engine.prefill_by_chunk: np.clip(lengths - begin, 0, width) -> np.clip(lengths, 0, width)
+        loop.feed_in_passes: np.clip(lengths - begin, 0, size) -> np.clip(lengths, 0, size)
         test_a_long_prompt_is_fed_while_other_rows_decode[plain]
     residual: what has no probability is accepted
         chain.residual: x_ * q_d < p_d -> x_ * q_d <= p_d

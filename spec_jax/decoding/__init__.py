@@ -2,7 +2,10 @@
 
 from spec_jax.decoding.calls import call_accept
 from spec_jax.decoding.loop import (
+    feed,
     feed_chunk,
+    feed_in_passes,
+    finish_feeding,
     generate,
     insert,
     prefill,
@@ -43,7 +46,10 @@ __all__ = [
     "draft",
     "emit",
     "expected_acceptance",
+    "feed",
     "feed_chunk",
+    "feed_in_passes",
+    "finish_feeding",
     "generate",
     "insert",
     "prefill",

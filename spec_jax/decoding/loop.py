@@ -32,7 +32,9 @@ from spec_jax.sampling import Sampler, argmax, process, sample
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain, constrain_state, replicate, take_rows
 
-_UNPADDED = (512, 64, 8, 1)  # tokens of a pass over prompts that cannot be padded
+_PASSES = (512, 128, 32)  # tokens of a pass over prompts
+_UNPADDED = (512, 64, 8, 1)  # likewise, of prompts that cannot be padded
+_MIN_FILLED = 0.625  # of a pass with padding; less is fed in shorter passes
 
 
 def prefill(
@@ -86,9 +88,9 @@ def prefill(
       system: target, drafter, rule and K.
       slots: S and M.
       samples: how many neighbouring rows share a prompt, which is fed to the target once.
-      fed: the result of ``feed_chunk`` for the prompts' last chunk; None: prompts are fed here. A
-        target that cannot rewind must not see padding: all ``lengths`` are equal, and within a
-        caller's ``jax.jit``, where they are unknown, T.
+      fed: the result of ``feed``; None: prompts are fed here. A target that cannot rewind must not
+        see padding: all ``lengths`` are equal, and within a caller's ``jax.jit``, where they are
+        unknown, T.
 
     Raises:
       ShapeError: an array has another number of rows, ``samples`` does not divide the rows, the
@@ -107,24 +109,17 @@ def prefill(
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
     if samples < 1 or B % samples:
         raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
-    # Three programs, each compiled only for what it depends on: drafters, rules and Ks share them.
-    is_known = not any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths))
-    if fed is None and not system.target.can_rewind and is_known:
-        prompts = np.asarray(tokens)[::samples]
-        fed = _feed_unpadded(params["target"], prompts, int(np.max(lengths)), system, slots)
-    target = system.target
-    sizes = {"slots": slots, "chunk": chunk_of(T, system)}
+    # Programs that are compiled only for what they depend on: drafters, rules and Ks share them.
     if fed is None:
-        prompts = (tokens[::samples], lengths[::samples])
-        fed = prefill_target(params["target"], *prompts, target=target, **sizes)
-    else:
-        cache, last, features = fed
-        fed = cache, _unembed(params["target"], last, target=target), features
+        fed = feed(params["target"], tokens[::samples], lengths[::samples], system, slots)
     cache, logits, features = fed if samples == 1 else _repeat_rows(fed, count=samples)
     request = (tokens, lengths, limit, stop_tokens, sampler, draft_sampler)
     state, first = init_state(*request, logits, is_argmax=system.rule.is_greedy, slots=slots)
     prompts = (tokens, lengths, first, features)
-    draft = _prefill_draft(params["draft"], *prompts, drafter=system.drafter, **sizes)
+    chunk = chunk_of(T, system, _PASSES[1])
+    draft = _prefill_draft(
+        params["draft"], *prompts, drafter=system.drafter, slots=slots, chunk=chunk
+    )
     state = state.replace(target=cache, draft=draft)
     if system.observers:
         seen = see_first(tokens, lengths, logits, state, system=system, slots=slots)
@@ -137,49 +132,108 @@ def prefill(
     )
 
 
-def chunk_of(num_tokens: int, system: System) -> int | None:
+def chunk_of(num_tokens: int, system: System, most: int | None = None) -> int | None:
     """Returns how many tokens a pass over prompts of this width has; None if one pass has all.
+
+    Args:
+      num_tokens: T.
+      system: the tokens of a chunk.
+      most: at most so many instead, or None.
 
     Raises:
       ShapeError: ``system.prefill_chunk`` is below 1.
     """
     if system.prefill_chunk < 1:
         raise ShapeError(f"prefill_chunk is {system.prefill_chunk}; expected 1 or more tokens")
-    return system.prefill_chunk if num_tokens > system.prefill_chunk else None
+    chunk = min(system.prefill_chunk, most or num_tokens)
+    return chunk if num_tokens > chunk else None
+
+
+def pass_sizes(system: System) -> list[int]:
+    """Returns how many tokens of a row a pass over prompts may have, the largest first.
+
+    A few sizes serve prompts of every length, so few programs are compiled.
+
+    Args:
+      system: the target, and the tokens of a chunk.
+    """
+    sizes = _PASSES if system.target.can_rewind else _UNPADDED
+    chunk = system.prefill_chunk
+    return [chunk, *(size for size in sizes if size < chunk)]
 
 
 def passes_of(longest: int, width: int, system: System) -> Iterator[tuple[int, int]]:
     """Yields where each pass over prompts begins, and how many tokens it feeds.
 
-    A target that cannot rewind must not see padding: after whole chunks it is fed in passes of 512,
-    64, 8 and 1 tokens, so that a few programs serve prompts of every length.
+    What is fed follows the longest prompt, not the width. A target that cannot rewind must not see
+    padding; any other sees some, in place of more passes.
 
     Args:
       longest: tokens of the longest prompt.
       width: T, the width of the prompts with padding.
       system: the target, and the tokens of a chunk.
     """
+    least = _MIN_FILLED if system.target.can_rewind else 1
+    sizes = pass_sizes(system)
     begin = 0
-    chunk = system.prefill_chunk
     while begin < longest:
-        size = min(chunk, width - begin)
-        if not system.target.can_rewind:
-            left = longest - begin
-            size = chunk if left >= chunk else next(n for n in _UNPADDED if n <= left)
+        size = next((n for n in sizes if longest - begin >= least * n), sizes[-1])
+        size = min(size, width - begin)
         yield begin, size
         begin += size
 
 
-def _feed_unpadded(params, tokens, length, system, slots):
-    """Feeds prompts of one length without their padding; returns what ``feed_chunk`` does."""
-    B, T = tokens.shape
+def feed_in_passes(params, tokens, lengths, system, slots) -> Iterator[tuple[int, Any]]:
+    """Feeds prompts to the target; yields after each pass how far they are fed, and ``fed``.
+
+    Args:
+      params: the target's parameters.
+      tokens: i32[B,T], the prompts.
+      lengths: i32[B], their lengths without padding.
+      system: the target, and the tokens of a chunk.
+      slots: S.
+    """
+    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    T = tokens.shape[1]
     fed = None
-    for begin, size in passes_of(length, T, system):
+    for begin, size in passes_of(int(lengths.max()), T, system):
         part = tokens[:, begin : begin + size]
-        n = np.full(B, size, np.int32)
+        n = np.clip(lengths - begin, 0, size).astype(np.int32)
         options = dict(target=system.target, slots=slots, num_tokens=T)
         fed = feed_chunk(params, fed, part, n, np.int32(begin), **options)
-    return fed
+        yield begin + size, fed
+
+
+def feed(params, tokens, lengths, system, slots):
+    """Feeds prompts to the target, each in passes of its own length.
+
+    One pass feeds prompts that are padded to a few tokens, and prompts of which a caller's
+    ``jax.jit`` does not know the lengths.
+
+    Args:
+      params: the target's parameters.
+      tokens: i32[B,T], the prompts.
+      lengths: i32[B], their lengths without padding.
+      system: the target, and the tokens of a chunk.
+      slots: S.
+
+    Returns:
+      The prompts' cache, logits f32[B,1,V] at the last position, and the features.
+    """
+    target = system.target
+    T = tokens.shape[1]
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths))
+    if not is_known or target.can_rewind and T <= _PASSES[-1]:
+        sizes = {"slots": slots, "chunk": chunk_of(T, system)}
+        return prefill_target(params, tokens, lengths, target=target, **sizes)
+    *_, (_, fed) = feed_in_passes(params, tokens, lengths, system, slots)
+    return finish_feeding(params, fed, system)
+
+
+def finish_feeding(params, fed, system):
+    """Returns what ``feed`` does, given the result of the last pass."""
+    cache, last, features = fed
+    return cache, _unembed(params, last, target=system.target), features
 
 
 @functools.partial(bounded_jit, static_argnames=("target", "slots", "chunk"))
@@ -250,7 +304,7 @@ def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
       num_tokens: T, the width of the prompts with padding.
 
     Returns:
-      The argument ``fed`` for the next chunk and, after the last one, for ``prefill``.
+      The argument ``fed`` for the next chunk and, after the last one, for ``finish_feeding``.
     """
     if fed is None:
         sizes = dict(batch=len(tokens), slots=slots, num_tokens=num_tokens)

@@ -499,10 +499,7 @@ class SpeculativeDecoder(ReprMixin):
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
             spec = self._spec.for_warmup()
-            session = Session(spec, self._token, totals, ids, max_new_tokens, options)
-            session.step()  # prefills
-            session.step()
-            session.close()
+            Session(spec, self._token, totals, ids, max_new_tokens, options).warm_up()
         return totals.value.compile_s
 
     def _stream(

@@ -9,13 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from spec_jax import decoding
 from spec_jax.compilation import NamedProgram
 from spec_jax.decoding import Chunk, DecodeState, Record, System
-from spec_jax.decoding.loop import passes_of
 from spec_jax.drafters.loaded import draft_params
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState, name_of_round
@@ -88,28 +86,25 @@ class Engine:
         In between, other rows may decode.
         """
         *arrays, slots, samples = request
-        tokens, lengths = (np.asarray(x)[::samples] for x in (request.tokens, request.lengths))
-        B, T = tokens.shape
-        chunk = self.system.prefill_chunk
-        fed = None
-        options = dict(target=self.system.target, slots=slots, num_tokens=T)
-        longest = int(lengths.max())
-        for begin, width in passes_of(longest, T, self.system):
-            part = tokens[:, begin : begin + width]
-            name = f"prefill of batch {B}, {width} of {T} tokens"
-            n = np.clip(lengths - begin, 0, width).astype(np.int32)
-            with use_mesh(self.mesh), self._program(name, request, T, slots, width):
-                args = (self.params()["target"], fed, part, n, jnp.int32(begin))
-                fed = decoding.feed_chunk(*args, **options)
-                jax.block_until_ready(fed)
-            if (begin + width) % chunk == 0 or begin + width >= longest:
+        prompts = request.tokens[::samples], request.lengths[::samples]
+        B, T = prompts[0].shape
+        target = self.params()["target"]
+        passes = decoding.feed_in_passes(target, *prompts, self.system, slots)
+        num_fed = 0
+        longest = int(request.lengths.max())
+        while num_fed < longest:
+            name = f"prefill of batch {B}, {T} tokens, from {num_fed}"
+            with use_mesh(self.mesh), self._program(name, request, T, slots):
+                num_fed, fed = jax.block_until_ready(next(passes))
+            if num_fed % self.system.prefill_chunk == 0 or num_fed >= longest:
                 yield None
         program = self._program(
             f"prefill of batch {B}, {T} tokens", request, T, slots, samples, "fed"
         )
-        options = dict(system=self.system, slots=slots, samples=samples, fed=fed)
+        options = dict(system=self.system, slots=slots, samples=samples)
         with use_mesh(self.mesh), program:
-            yield decoding.prefill(self.params(), *arrays, **options)
+            fed = decoding.finish_feeding(target, fed, self.system)
+            yield decoding.prefill(self.params(), *arrays, **options, fed=fed)
 
     def insert(
         self, state: DecodeState, row: int, prefix: DecodeState, index: int = 0

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Never
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from spec_jax import decoding, rng
 from spec_jax.config import SamplerConfig, check_integer
@@ -27,6 +26,7 @@ from spec_jax.engine.request import (
     check_room,
     is_one_prompt,
     make_request,
+    num_fed,
     refuse_options,
     slots_for,
 )
@@ -272,7 +272,7 @@ class DecodeQueue:
                 hint = f"; an index and its prompt are a tuple: ({prompt[0]}, prompt)"
             raise type(error)(f"prompt {index}: {error}{hint}") from error
 
-    def _request(self, requests: list[_Request]) -> Request:
+    def _request(self, requests: list[_Request], samples: int = 1) -> Request:
         indices = [index for index, _ in requests]
         prompts = [ids for _, ids in requests]
         return make_request(
@@ -282,11 +282,13 @@ class DecodeQueue:
             self._sampler(indices),
             self._draft_sampler(indices),
             stop_tokens=self._driver.stop_tokens,
+            pad_to=self._longest,
             slots=self._slots,
+            samples=samples,
         )
 
-    def _start(self, requests: list[_Request]) -> decoding.DecodeState:
-        return self._driver.prefill(self._request(requests))
+    def _start(self, requests: list[_Request], samples: int = 1) -> decoding.DecodeState:
+        return self._driver.prefill(self._request(requests, samples))
 
     def _insert(self, taken: dict[int, _Request]) -> None:
         """Prefills the new prompts of places together, and inserts them.
@@ -294,29 +296,28 @@ class DecodeQueue:
         Long prompts are fed later, by ``_feed``, unless no other row is decoding.
         """
         driver = self._driver
-        if driver.state is None and taken and not driver.engine.system.target.can_rewind:
-            # Prompts of different lengths cannot be prefilled together: the first is in all rows.
-            driver.state = self._start([taken[0]] * len(taken))
-            driver.add(0, *taken.pop(0))
-            is_alone = True
-        else:
-            is_alone = not driver.rows
+        is_alone = not driver.rows
+        batch = len(taken) if driver.state is None else len(driver.state.limit)
 
         def is_late(ids):
             return not is_alone and len(ids) > driver.engine.system.prefill_chunk
 
-        groups = self._together(taken, is_late)
-        if len(groups) == 1 and (driver.state is None or len(taken) == len(driver.state.limit)):
+        groups = self._together(taken, is_late, batch)
+        if len(groups) == 1 and len(taken) == batch:
             driver.state = self._start([taken[place] for place in sorted(taken)])  # all are new
             for place, request in taken.items():
                 driver.add(place, *request)
             return
+        if driver.state is None and taken:  # one prompt is in all rows, until they get their own
+            place = min(taken, key=lambda place: len(taken[place][1]))
+            driver.state = self._start([taken[place]] * batch, samples=batch)
+            driver.add(place, *taken.pop(place))
+            groups = self._together(taken, is_late, batch)
         for places in groups:
             group = {place: taken[place] for place in places}
             requests = [*group.values()]
-            # A few numbers of rows compile; what fills up is never read.
-            more = _round_up(len(places), self._batch, driver.engine.mesh) - len(places)
-            requests += requests[-1:] * more
+            if len(places) > 1:  # two numbers of rows compile; what fills up is never read
+                requests += requests[-1:] * (batch - len(places))
             if is_late(requests[0][1]):
                 steps = driver.engine.prefill_by_chunk(self._request(requests))
                 self._feeding.append(_Feeding(group, steps))
@@ -350,19 +351,26 @@ class DecodeQueue:
         return is_over
 
     def _together(
-        self, taken: dict[int, _Request], is_late: Callable[[list[int]], bool]
+        self, taken: dict[int, _Request], is_late: Callable[[list[int]], bool], batch: int
     ) -> list[list[int]]:
-        """The places whose prompts can be prefilled in one call.
+        """The places whose prompts are prefilled in one call, of ``batch`` rows or of one.
 
-        A target that cannot rewind cannot discard padding, so its prompts have one length. Prompts
-        that are fed later are grouped apart, so that no other prompt waits for them.
+        A call of all rows takes as long as its longest prompt, so prompts are fed one by one where
+        that is at most half of the work. A target that cannot rewind cannot discard padding, so its
+        prompts have one length. Prompts that are fed later are grouped apart, so that no other
+        prompt waits for them.
         """
-        can_pad = self._driver.engine.system.target.can_rewind
+        system = self._driver.engine.system
         groups = {}
         for place, (_, ids) in taken.items():
-            key = (None if can_pad else len(ids), is_late(ids))
+            key = (None if system.target.can_rewind else len(ids), is_late(ids))
             groups.setdefault(key, []).append(place)
-        return list(groups.values())
+        result = []
+        for places in groups.values():
+            fed = [num_fed(len(taken[place][1]), self._longest, system) for place in places]
+            is_even = batch * max(fed) < 2 * sum(fed)
+            result += [places] if is_even else [[place] for place in places]
+        return result
 
     def _count(self, row_rounds: int, useful: int) -> None:
         if self._is_empty:
@@ -390,19 +398,6 @@ class DecodeQueue:
             text = "%s, in the row of prompt %s, which stopped there"
             _log.warning(text, fault.text, row.index)
         return row.index, generation
-
-
-def _round_up(count: int, batch: int, mesh: Mesh | None) -> int:
-    """Returns how many rows to prefill for ``count`` prompts, so that few numbers compile.
-
-    One prompt is prefilled alone. Otherwise each device along the axis "data" of a mesh gets the
-    same power of two, at most its share of a batch.
-    """
-    if count == 1:
-        return 1
-    groups = 1 if mesh is None else mesh.shape.get("data", 1)
-    each = -(-count // groups)
-    return groups * min(1 << (each - 1).bit_length(), max(each, -(-batch // groups)))
 
 
 def _numbered(prompts: Iterable[Prompt | Numbered]) -> Iterator[Numbered]:

@@ -15,6 +15,7 @@ from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import Text, parse_record
 from spec_jax.decoding import System
+from spec_jax.decoding.loop import passes_of
 from spec_jax.errors import ConfigError, PromptError, did_you_mean
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Sampler, Samplers
@@ -412,6 +413,17 @@ def slots_for(system: System, longest: int, max_new_tokens: int) -> int:
     """
     slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
     return whole_slots(slots)
+
+
+def num_fed(num_tokens: int, longest: int, system: System) -> int:
+    """Returns how many tokens the passes over a prompt feed, with padding.
+
+    Args:
+      num_tokens: of the prompt.
+      longest: of the longest prompt to come.
+      system: the target, and the tokens of a chunk.
+    """
+    return sum(size for _, size in passes_of(num_tokens, _width(longest), system))
 
 
 def whole_slots(slots: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from spec_jax.config import check_integer
 from spec_jax.decoding import Finish, Kind
+from spec_jax.decoding.loop import pass_sizes
 from spec_jax.engine import request
 from spec_jax.engine.build import DecoderSpec
 from spec_jax.engine.cancellation import CancellationToken, RowCancellation
@@ -137,6 +138,18 @@ class Session:
                 if any(x.is_deleted() for x in arrays):
                     self._fail(Cancelled("the generation was interrupted within a round"))
                 raise
+
+    def warm_up(self) -> None:
+        """Runs every program of calls whose prompts are padded as these are."""
+        prompts = self._request
+        B, T = prompts.tokens.shape
+        for size in pass_sizes(self._driver.engine.system):
+            if size <= T:
+                lengths = np.full(B, size, np.int32)
+                self._driver.prefill(prompts._replace(lengths=lengths, limits=lengths + 1))
+        self.step()  # prefills
+        self.step()
+        self.close()
 
     @property
     def max_new_tokens(self) -> int:

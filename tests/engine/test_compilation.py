@@ -351,6 +351,25 @@ def greedy(target: LoadedModel, ids: list[int], num_tokens: int) -> tuple[int, .
     return tuple(tokens[len(ids) + 1 :])
 
 
+def test_prompts_cost_what_they_hold_and_one_program_a_size_of_pass():
+    """Beside the longest of their set: in a call, and in a queue whatever rows are free at once."""
+    decoder = SpeculativeDecoder(testing.mock_model(7))
+    lengths = (3, 40, 70, 130, 200, 700)
+    prompts = [[i * n % 7 for i in range(n)] for n in lengths]
+    alone = [decoder.generate(ids, 4).tokens for ids in prompts]
+    fed = [sum(n for _, n in passes_of(length, 1024, decoder.system())) for length in lengths]
+    assert fed == [32, 64, 96, 160, 224, 704]
+    for batch in (1, 4):
+        with counted() as names:
+            rows = dict(DecodeQueue(decoder, prompts * 2, batch=batch, max_new_tokens=4))
+            for ids, tokens in zip(prompts, alone):
+                assert decoder.generate(ids, 4, pad_to=700).tokens == tokens
+        assert [rows[i].tokens for i in range(12)] == alone * 2
+        sizes = 3 * (2 if batch > 1 else 1)  # of one row, and of all
+        assert names.count("_feed_chunk") + names.count("prefill_target") <= sizes
+        assert all(names.count(name) <= 2 for name in ("_start_chunks", "init_state"))
+
+
 def test_prompts_that_cannot_be_padded_share_programs_whatever_their_lengths():
     target = testing.mock_model(7)
     decoder = SpeculativeDecoder(unpadded(target))

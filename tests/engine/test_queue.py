@@ -307,7 +307,7 @@ def test_a_target_that_cannot_forget_padding_takes_prompts_of_one_length_togethe
     decoder, rows = SpeculativeDecoder(target), prefilled(monkeypatch)
     prompts = [[1, 2], [3], [4, 5], [6], [7], [8]]
     found = dict(DecodeQueue(decoder, prompts, batch=3, max_new_tokens=NEW, stop_tokens=()))
-    assert rows == [3, 1, 1, 3]  # a batch of the first prompt, its other lengths, the next three
+    assert rows == [3, 3, 3]  # the shortest prompt in all rows, the others, the next three
     alone = {i: decoder.generate(prompt, NEW, stop_tokens=()) for i, prompt in enumerate(prompts)}
     assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in alone.items()}
 
@@ -342,18 +342,21 @@ def test_a_long_prompt_is_fed_while_other_rows_decode(name, monkeypatch):
         decoder.generate(prompt, sampler=SamplerConfig(1.0, seed=40 + i), **LONG_LIMITS)
         for i, prompt in enumerate(LONG)
     ]
-    events, feed, generate = [], decoding.feed_chunk, Engine.generate
+    events, feed, generate = [], decoding.feed_in_passes, Engine.generate
 
-    def fed(params, state, tokens, n, begin, **options):
-        events.append(("chunk", int(begin), int(n.max())))
-        return feed(params, state, tokens, n, begin, **options)
+    def fed(params, tokens, lengths, *more):
+        begin = 0
+        for end, state in feed(params, tokens, lengths, *more):
+            events.append(("chunk", begin, min(end, int(lengths.max())) - begin))
+            yield end, state
+            begin = end
 
     def decoded(engine, *args):
         state, chunk = generate(engine, *args)
         events.append(("rounds", int(chunk.rounds), int(chunk.row_rounds)))
         return state, chunk
 
-    monkeypatch.setattr(decoding, "feed_chunk", fed)
+    monkeypatch.setattr(decoding, "feed_in_passes", fed)
     monkeypatch.setattr(Engine, "generate", decoded)
     rows = dict(DecodeQueue(decoder, LONG, batch=3, **LONG_LIMITS))
     for i, row in enumerate(expected):
@@ -373,21 +376,22 @@ def test_a_long_prompt_is_fed_while_other_rows_decode(name, monkeypatch):
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_is_fed():
     queue = DecodeQueue(in_chunks(), LONG, batch=3, **LONG_LIMITS)
     taken = {0: (3, LONG[3]), 1: (5, LONG[5]), 2: (4, LONG[4])}
-    assert queue._together(taken, lambda ids: len(ids) > 7) == [[0, 2], [1]]
-    assert queue._together(taken, lambda ids: False) == [[0, 1, 2]]
+    assert queue._together(taken, lambda ids: len(ids) > 7, 3) == [[0, 2], [1]]
+    assert queue._together(taken, lambda ids: False, 3) == [[0, 1, 2]]
 
 
 @pytest.mark.exhaustive
 def test_a_cancelled_queue_feeds_no_further_chunk(monkeypatch):
     """And yields no prompt that was not fed to its end."""
-    token, feed, chunks = CancellationToken(), decoding.feed_chunk, []
+    token, feed, chunks = CancellationToken(), decoding.feed_in_passes, []
 
-    def fed(*args, **options):
-        token.cancel()
-        chunks.append(args)
-        return feed(*args, **options)
+    def fed(*args):
+        for passed in feed(*args):
+            token.cancel()
+            chunks.append(passed)
+            yield passed
 
-    monkeypatch.setattr(decoding, "feed_chunk", fed)
+    monkeypatch.setattr(decoding, "feed_in_passes", fed)
     queue = DecodeQueue(in_chunks(), LONG, batch=3, cancellation_token=token, **LONG_LIMITS)
     reasons = {i: row.finish_reason for i, row in queue}
     assert set(reasons) == {0, 1, 2} and len(chunks) == 1

@@ -16,7 +16,6 @@ import numpy as np
 from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.decoding import round as rounds
-from spec_jax.decoding.loop import chunk_of, prefill_target
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
 from spec_jax.loading import LoadedModel
@@ -92,16 +91,11 @@ def replay(
     begin = np.asarray([len(prompt) for prompt in call.prompts])
     with use_mesh(engine.mesh):
         *arrays, slots, _ = request
-        state = decoding.prefill(engine.params(), *arrays, system=system, slots=slots)
-        _, first, _ = prefill_target(
-            engine.params()["target"],
-            *arrays[:2],
-            target=system.target,
-            slots=slots,
-            chunk=chunk_of(arrays[0].shape[1], system),
-        )
+        fed = decoding.feed(engine.params()["target"], *arrays[:2], system, slots)
+        first = np.asarray(fed[1])
+        state = decoding.prefill(engine.params(), *arrays, system=system, slots=slots, fed=fed)
         for row, rows in found.items():
-            rows.append(np.asarray(first)[row, 0])
+            rows.append(first[row, 0])
         params = engine.params(B)
         total = begin + 1
         is_active = np.asarray(decoding.read_rows(state).finish) == decoding.Finish.RUNNING
