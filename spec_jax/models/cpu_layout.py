@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ class CpuLayout:
     """The weights of a model or a head, as passes on a CPU read them fastest.
 
     Weights that do not lie on one CPU device stay as they are. Each layout is made when it is first
-    asked for, and kept.
+    asked for, and kept; layouts share the matrices that they cut alike.
 
     Args:
       params: nested dict of weights.
@@ -112,7 +113,8 @@ class CpuLayout:
         self._has_panels = has_panels
         self._embeddings = embeddings
         self._of_rows: dict[int, Any] = {}
-        self._of_shapes: dict[Any, Any] = {}
+        self._panels: dict[Any, InPanels] = {}
+        self._lock = threading.Lock()  # of programs that compile at once one lays weights out
 
     def prepare(self, rows: int | None = None) -> Any:
         """Returns the weights in the layout that suits a pass.
@@ -122,14 +124,12 @@ class CpuLayout:
         """
         if rows is None or rows > MAX_ROWS or not (self._has_panels and self._is_on_one_cpu):
             return self._whole
-        if rows not in self._of_rows:
-            make = functools.partial(in_panels, num_rows=rows, embeddings=self._embeddings)
-            like = jax.eval_shape(make, self._whole)
-            shapes = (jax.tree.structure(like), *(x.shape for x in jax.tree.leaves(like)))
-            if shapes not in self._of_shapes:
-                self._of_shapes[shapes] = make(self._whole)
-            self._of_rows[rows] = self._of_shapes[shapes]
-        return self._of_rows[rows]
+        with self._lock:
+            if rows not in self._of_rows:
+                made = in_panels(self._whole, rows, self._embeddings, self._panels)
+                alike = (one for one in self._of_rows.values() if _are_same(one, made))
+                self._of_rows[rows] = next(alike, made)
+            return self._of_rows[rows]
 
     @functools.cached_property
     def _is_on_one_cpu(self) -> bool:
@@ -139,6 +139,13 @@ class CpuLayout:
     def _whole(self) -> Any:
         is_split = self._is_tied and self._is_on_one_cpu
         return with_own_head(self._params) if is_split else self._params
+
+
+def _are_same(some: Any, others: Any) -> bool:
+    """Returns whether two trees hold the same arrays."""
+    leaves = [jax.tree.leaves(tree) for tree in (some, others)]
+    is_alike = jax.tree.structure(some) == jax.tree.structure(others)
+    return is_alike and all(x is y for x, y in zip(*leaves))
 
 
 def is_on_one_cpu(params: dict[str, Any]) -> bool:
@@ -157,7 +164,10 @@ def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_panels(
-    params: dict[str, Any], num_rows: int, embeddings: Collection[str] = EMBEDDINGS
+    params: dict[str, Any],
+    num_rows: int,
+    embeddings: Collection[str] = EMBEDDINGS,
+    known: dict[Any, InPanels] | None = None,
 ) -> dict[str, Any]:
     """Returns the same weights with maps of one input joined, and matrices in panels.
 
@@ -168,19 +178,20 @@ def in_panels(
       params: nested dict of weights.
       num_rows: tokens of the passes that they are for.
       embeddings: the names of those.
+      known: the panels of these weights that were cut before, which are not cut again.
     """
     laid_out = {}
     for name, w in params.items():
         if isinstance(w, dict) and ":" not in name:
-            w = in_panels(w, num_rows, embeddings)
+            w = in_panels(w, num_rows, embeddings, known)
         elif name not in embeddings and getattr(w, "ndim", None) == 2:
-            w = to_panels([w], num_rows) or w
+            w = to_panels([w], num_rows, known) or w
         laid_out[name] = w
     for names in JOINED:
         ws = [params.get(name) for name in names]
         is_alike = all(getattr(w, "ndim", None) == 2 for w in ws)
         is_alike = is_alike and len({(w.shape[0], w.dtype) for w in ws}) == 1
-        joined = to_panels(ws, num_rows) if is_alike else None
+        joined = to_panels(ws, num_rows, known) if is_alike else None
         if joined is not None:
             ends = np.cumsum([w.shape[1] for w in ws]).tolist()
             columns = tuple(zip(names, [0, *ends], ends))
@@ -200,22 +211,30 @@ def find(params: dict[str, Any], name: str) -> tuple[Any, slice | None]:
     raise KeyError(name)
 
 
-def to_panels(matrices: Sequence[jax.Array], num_rows: int) -> InPanels | None:
+def to_panels(
+    matrices: Sequence[jax.Array], num_rows: int, known: dict[Any, InPanels] | None = None
+) -> InPanels | None:
     """Returns matrices dtype[in,out] side by side, in panels; None if these gain nothing.
 
     Args:
       matrices: all with as many rows and of one dtype.
       num_rows: tokens of the passes that they are for.
+      known: see ``in_panels``.
     """
+    known = {} if known is None else known
     kind = (matrices[0].dtype.name, sum(w.size for w in matrices) > LARGE)
     total = sum(w.shape[1] for w in matrices)
     for line in TABLE:
         if (line.dtype, line.is_large) == kind and line.rows[0] <= num_rows <= line.rows[1]:
             width = next((n or total for n in line.widths if total % (n or total) == 0), None)
-            if width is not None:
+            if width is None:
+                continue
+            key = (*map(id, matrices), width, line.min_rows)
+            if key not in known:
                 whole = jnp.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
                 panels = whole.reshape(whole.shape[0], -1, width).transpose(1, 0, 2)
-                return InPanels(jnp.array(panels), line.min_rows)
+                known[key] = InPanels(jnp.array(panels), line.min_rows)
+            return known[key]
     return None
 
 

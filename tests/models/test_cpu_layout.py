@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 
@@ -107,3 +108,17 @@ def test_weights_that_no_panels_divide_or_that_do_not_lie_on_a_cpu_stay_as_they_
     elsewhere = {"embed": jax.ShapeDtypeStruct((32, 32), jnp.float32)}  # no array of a CPU's
     ours = cpu_layout.CpuLayout(elsewhere, is_tied=True, has_panels=True)
     assert ours.prepare(1) is ours.prepare(None) is elsewhere
+
+
+@pytest.mark.skipif(not cpu_layout.TABLE, reason="this jax has no layouts")
+def test_layouts_of_several_numbers_of_rows_hold_a_matrix_once():
+    """Also where threads ask at once. Small matrices may be cut otherwise for other rows."""
+    key = jax.random.key(0)
+    params = {"embed": jax.random.normal(key, (64, 32)), "up": jax.random.normal(key, (640, 1024))}
+    params["layers"] = {"0": {"o": jnp.ones((64, 64))}}
+    layout = cpu_layout.CpuLayout(params, is_tied=True, has_panels=True)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        laid_out = [*pool.map(layout.prepare, (1, 1, 4, 5, 9, 9, 20))]
+    arrays = {id(x): x.nbytes for one in laid_out for x in jax.tree.leaves(one)}
+    small = params["embed"].nbytes + 5 * params["layers"]["0"]["o"].nbytes
+    assert sum(arrays.values()) <= params["up"].nbytes + 3 * params["embed"].nbytes + small
