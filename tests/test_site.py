@@ -19,7 +19,7 @@ import yaml
 from ml_collections import ConfigDict
 
 import spec_jax
-from docs.hooks import links, options, search
+from docs.hooks import links, markup, options, search
 from experiments.run import config_help
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -113,6 +113,20 @@ def test_links_in_code_stay():
     assert list(links.found(text, "docs/x.md")) == []
 
 
+def test_columns_of_figures_are_at_the_right():
+    table = "| name | K | speed-up | note |\n|---|---|---|---|\n"
+    table += "| `a` | 3 | 1.24 (1.05–1.44) | yes |\n| b \\| c | | **0.9x** | 2 of 3 |\n"
+    lines = markup.right_aligned(f"Text.\n\n{table}\nText.").splitlines()
+    assert lines[3] == "|---|---:|---:|---|" and lines[4:6] == table.splitlines()[2:]
+
+
+def test_search_reads_no_source_code_and_plots_have_a_text():
+    page = '<h2 id="a">Speed<a>¶</a></h2><img alt="No description has been provided"><img alt="x">'
+    assert markup.described(page).count('alt="plot: Speed"') == 1
+    page = '<details class="mkdocstrings-source"><p></p></details><div class="highlight-ipynb x">'
+    assert markup.unsearched(page).count("data-search-exclude class=") == 2
+
+
 def _words(text):
     """The words of a text as the site's search takes them."""
     (found,) = (p["search"] for p in CONFIG["plugins"] if isinstance(p, dict) and "search" in p)
@@ -133,6 +147,7 @@ def _check_search(site):
     place = "reference/spec_jax.html#spec_jax.SpeculativeDecoder"
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
     assert not [d for d in index if d["location"].startswith(("changelog", "decisions"))]
+    assert (site / "search" / "search_index.json").stat().st_size < 1_500_000, "source code"
     hits = [d for d in index if "speculativedecoder" in _words(d["title"])]
     assert max(hits, key=lambda d: d.get("boost", 1))["location"] == place and len(hits) > 1
 

@@ -17,6 +17,7 @@ from docs.hooks import links, markup, options, search  # noqa: E402
 
 _NAMES = markup.known_names(ROOT / "spec_jax")
 _FIRST_SCREEN = "<!-- the first screen of README.md -->"
+_PICTURE = "\n\n![The page of a run](docs/images/report.png){ .lead }\n\n"  # below the heading
 _LAST = "Read on"  # the README's section that the site's navigation replaces
 _LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json", ".toml": "toml", ".txt": "text"}
 _origins: dict[str, str] = {}  # the file of the repository that a generated page comes from
@@ -82,10 +83,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if uri in search.PAGES:
         page.meta["search"] = search.PAGES[uri]
     if uri.startswith("source/"):
+        page.meta["search"] = {"exclude": True}
         return markdown
     own = links.rewrite(markdown, _origins.get(uri, f"docs/{uri}"), uri, _is_file)
-    first = links.rewrite(readme()[0], "README.md", uri, _is_file)
-    return markup.plain_pipes(own.replace(_FIRST_SCREEN, first))
+    first = links.rewrite(readme()[0].replace("\n\n", _PICTURE, 1), "README.md", uri, _is_file)
+    return markup.plain_pipes(markup.right_aligned(own.replace(_FIRST_SCREEN, first)))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -95,7 +97,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if page.file.src_uri.endswith(".ipynb"):  # its links are HTML already
         html = re.sub(r'href="([^":]+)\.(?:md|ipynb)([#"])', r'href="\1.html\2', html)
         html = markup.described(html)
-    return markup.link_names(markup.formulas(html), _NAMES)
+    return markup.link_names(markup.formulas(markup.unsearched(html)), _NAMES)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
