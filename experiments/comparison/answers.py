@@ -13,6 +13,7 @@ import numpy as np
 
 from spec_jax.config import GREEDY_BELOW
 from spec_jax.engine.decoder import Generation
+from spec_jax.engine.request import padded_width
 from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.bench import Bench, CellOutput, Run
 from spec_jax.evaluation.cells import Cell
@@ -176,13 +177,12 @@ class Probabilities:
     is greedy), without filters and penalties.
 
     Args:
-      bench: The longest prompt and output fit into what it decodes.
+      bench: What decodes.
     """
 
     def __init__(self, bench: Bench):
         self._target = bench.target
         self._new = bench.max_new_tokens
-        self._slots = bench.longest + bench.max_new_tokens
         self._known: dict[Any, tuple[list[float], list[list]]] = {}
 
     def __call__(
@@ -201,7 +201,7 @@ class Probabilities:
         return self._known[key]
 
     def _compute(self, prompt, tokens, temperature):
-        padded = np.zeros((1, self._slots), np.int32)
+        padded = np.zeros((1, padded_width(len(prompt) + self._new)), np.int32)
         padded[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
         heat = 1.0 if temperature < GREEDY_BELOW else temperature
         target = self._target

@@ -362,7 +362,7 @@ def make_request(
     if slots is None:
         wide = np.maximum(lengths, pad_to)
         slots = max(slots_for(system, int(n), int(m)) for n, m in zip(wide, limits))
-    width = _width(max(int(lengths.max()), pad_to))
+    width = padded_width(max(int(lengths.max()), pad_to))
     if not system.target.can_rewind and lengths.min() < lengths.max():
         raise PromptError(
             f"the batch has prompts of {lengths.min()} and {lengths.max()} tokens; this target "
@@ -411,7 +411,7 @@ def slots_for(system: System, longest: int, max_new_tokens: int) -> int:
       longest: tokens of the longest prompt.
       max_new_tokens: of its output.
     """
-    slots = max(longest + max_new_tokens + system.lookahead_slots, _width(longest))
+    slots = max(longest + max_new_tokens + system.lookahead_slots, padded_width(longest))
     return whole_slots(slots)
 
 
@@ -423,7 +423,7 @@ def num_fed(num_tokens: int, longest: int, system: System) -> int:
       longest: of the longest prompt to come.
       system: the target, and the tokens of a chunk.
     """
-    return sum(size for _, size in passes_of(num_tokens, _width(longest), system))
+    return sum(size for _, size in passes_of(num_tokens, padded_width(longest), system))
 
 
 def whole_slots(slots: int) -> int:
@@ -431,6 +431,6 @@ def whole_slots(slots: int) -> int:
     return -(-slots // _SLOT_BUCKET) * _SLOT_BUCKET
 
 
-def _width(longest: int) -> int:
-    """T of a batch whose longest prompt has ``longest`` tokens."""
+def padded_width(longest: int) -> int:
+    """T of a batch whose longest prompt has ``longest`` tokens, of few values."""
     return max(16, 1 << (longest - 1).bit_length())

@@ -15,7 +15,10 @@ import numpy as np
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.decoding import acceptance_by_kind
+from spec_jax.decoding.loop import passes_of
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.engine.engine import Engine
+from spec_jax.engine.request import Request, make_request
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
@@ -23,7 +26,7 @@ from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.places import ACCEPTANCE_BY_PLACE
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.rules import make_rule
-from spec_jax.sampling import draft_samplers
+from spec_jax.sampling import draft_samplers, make_sampler
 
 _USUAL_OPTIONS = {"suffix": {"suffix_history_tokens": 0}}
 
@@ -181,6 +184,28 @@ class Bench:
         if temperature is None:
             temperature = decoder.system().drafter.draft_temperature
         return target, [*draft_samplers(None, target, temperature)]
+
+    def request(self, cell: Cell, index: int, **options) -> tuple[Engine, Request]:
+        """Returns what decodes a cell, and batch ``index`` with ``options`` of ``make_request``."""
+        engine = self.decoder(cell).engine()
+        V = self.target.model.vocab_size
+        samplers = [make_sampler(configs, self.batch, V) for configs in self.samplers(cell, index)]
+        prompts = [self.prompts[i] for i in self.chosen(index)]
+        options["pad_to"] = self.longest
+        args = (engine.system, prompts, self.max_new_tokens, *samplers)
+        return engine, make_request(*args, **options)
+
+    def warm_up(self, cell: Cell) -> None:
+        """Runs every program of a cell: the first batch, and each size of pass over prompts."""
+        self.run(cell, 0)
+        known = set()
+        for index in self.batches:
+            engine, request = self.request(cell, index, stop_tokens=self.target.stop_tokens)
+            passes = passes_of(int(request.lengths.max()), request.tokens.shape[1], engine.system)
+            sizes = {size for _, size in passes}
+            if index > 0 and not sizes <= known:
+                engine.prefill(request)
+            known |= sizes
 
     def run(self, cell: Cell, index: int, **options) -> Run:
         """Decodes batch ``index``; ``options`` are those of ``SpeculativeDecoder.generate``."""

@@ -76,7 +76,7 @@ def compile_all(
       cells: The cells, of one dtype; each decodes the first batch once.
       has_costs: Whether to compile and time the passes, too; else None is returned.
     """
-    tasks = {cell.label: functools.partial(bench.run, cell, 0) for cell in cells}
+    tasks = {cell.label: functools.partial(bench.warm_up, cell) for cell in cells}
     if not has_costs:
         run_all(tasks, "compiling")
         return None

@@ -18,14 +18,12 @@ from jax.sharding import Mesh
 
 from spec_jax import decoding, processes
 from spec_jax.decoding import DecodeState, System
-from spec_jax.engine.request import make_request
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import stages
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.meshes import use_mesh
 from spec_jax.progress import Progress
-from spec_jax.sampling import make_sampler
 from spec_jax.show.tables import Section, Table
 
 ROUNDS = 32  # at most, in one call
@@ -198,18 +196,7 @@ def profile_cells(
     profiles = {}
     with Progress(len(cells), "profiling") as bar:
         for cell in cells:
-            engine = bench.decoder(cell).engine()
-            V = bench.target.model.vocab_size
-            samplers = [
-                make_sampler(configs, bench.batch, V) for configs in bench.samplers(cell, 0)
-            ]
-            request = make_request(
-                engine.system,
-                [bench.prompts[i] for i in bench.chosen(0)],
-                bench.max_new_tokens,
-                *samplers,
-                pad_to=bench.longest,
-            )
+            engine, request = bench.request(cell, 0)
             profiles[cell.label] = profile_rounds(
                 engine.system,
                 engine.params(bench.batch),

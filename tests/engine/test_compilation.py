@@ -25,6 +25,8 @@ from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.stats import Stats
+from spec_jax.evaluation.bench import Bench
+from spec_jax.evaluation.cells import Cell
 from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 
@@ -368,6 +370,11 @@ def test_prompts_cost_what_they_hold_and_one_program_a_size_of_pass():
         sizes = 3 * (2 if batch > 1 else 1)  # of one row, and of all
         assert names.count("_feed_chunk") + names.count("prefill_target") <= sizes
         assert all(names.count(name) <= 2 for name in ("_start_chunks", "init_state"))
+    bench = Bench(testing.mock_model(7), {}, prompts, SamplerConfig(), 4)
+    bench.warm_up(cell := Cell("plain", 0, 0.0))
+    with counted() as names:
+        assert [bench.run(cell, i).rows[0].tokens for i in bench.batches] == alone
+    assert names == []
 
 
 def test_prompts_that_cannot_be_padded_share_programs_whatever_their_lengths():
