@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -245,6 +246,27 @@ def validate(config: ConfigDict) -> None:
     check(config.dtype in dtypes, "dtype", "float32, bfloat16, or '' for the device's own")
 
 
+def even_loss(config: ConfigDict, shape: registry.HeadConfig) -> str:
+    """Returns what the loss of EAGLE-3 is where a head finds all tokens equally likely; else "".
+
+    Args:
+      config: See ``configs/train_head_default.py``.
+      shape: The head's.
+    """
+    loss = config.loss
+    if config.objective != "eagle3" or loss.divergence != "cross-entropy":
+        return ""
+    weights = [loss.decay**step for step in range(loss.num_steps)]
+    U = shape.layer.vocab_size
+    text = ", ".join(f"{weight:.3g}" for weight in weights)
+    is_warm = config.head.is_warm_start and not config.head.init_from
+    more = "; a warm start begins above it" * is_warm
+    return (
+        f"; loss: the sum of {loss.num_steps} steps weighted {text}, "
+        f"{sum(weights) * math.log(U):.1f} if all {U} tokens are equally likely{more}"
+    )
+
+
 class HeadExperiment:
     """Target, data, head, and the functions that the training loop calls.
 
@@ -354,7 +376,7 @@ class HeadExperiment:
         num_tokens = sum(len(text.tokens) for text in self.texts)
         self.summary = (
             f"{self.spec.num_params / 1e6:.2f}M parameters, {count_text(num_tokens)} training "
-            f"tokens, tau on {count} prompts{few}"
+            f"tokens, tau on {count} prompts{few}{even_loss(config, self.spec.config)}"
         )
         self.loop = {
             "tokens_per_step": lambda batch: batch.tokens.size,

@@ -13,7 +13,7 @@ from support.runs import check_run_files, stopped_at
 from support.tiny_models import random_weights
 
 from experiments import train_head
-from experiments.training.head import HeadExperiment, make_head
+from experiments.training.head import HeadExperiment, even_loss, make_head
 from spec_jax.data.batches import Corpus
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
@@ -287,3 +287,11 @@ def test_configs_make_the_head_that_they_name(files, name):
         config.head.norm_output = True
         with pytest.raises(ConfigError, match="option of eagle3"):
             make_head(config, target, [text], [text])
+
+
+def test_the_log_says_what_the_loss_of_a_head_that_knows_nothing_is(files, tmp_path):
+    experiment = HeadExperiment(small(files, **{"head.is_warm_start": False}), tmp_path)
+    loss = float(experiment.evaluate(experiment.init_state())["held_out_loss"])
+    assert "loss: the sum of 2 steps weighted 1, 0.8, 9.5 if all 200 tokens" in experiment.summary
+    assert "warm" not in experiment.summary and loss == pytest.approx(1.8 * np.log(200), rel=0.1)
+    assert "begins above it" in even_loss(small(files), experiment.spec.config)
