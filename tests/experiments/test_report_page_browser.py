@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
-from support.browser import dump, needs_browser
+from support.browser import Browser, dump, needs_browser
 from support.report_entries import HOSTILE, answer, plain, result
 
+from experiments.comparison import plots
 from experiments.comparison.page.page import write_page
 from experiments.comparison.report import sections
 from spec_jax.evaluation.results import NONE
@@ -120,3 +121,64 @@ def expected(pieces):
         p[:200] + " … 49,600 characters left out … " + p[-200:] if len(p) > 400 else p
         for p in pieces
     ]
+
+
+CONTRASTS = """(() => {
+  const pen = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (color) => {
+    pen.fillStyle = color; pen.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map((x) =>
+      (x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, text = texts.currentNode.textContent.trim();
+    if (!text || !element.checkVisibility() || element.closest("svg, script")) continue;
+    const chain = [];
+    for (let part = element; part; part = part.parentElement) chain.unshift(part);
+    let back = paint("white");
+    for (const part of chain) back = paint(getComputedStyle(part).backgroundColor);
+    const front = paint(getComputedStyle(element).color);
+    const ratio = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
+    found.push([Math.round(ratio * 100) / 100, text.slice(0, 40)]);
+  }
+  return found;
+})()"""
+CONTROLS = "a[href], button, select, summary, [tabindex='0']"
+
+
+@pytest.mark.exhaustive
+@needs_browser
+def test_a_page_fits_asks_for_nothing_is_read_and_is_used_by_keyboard(tmp_path):
+    """In a desktop's and in a phone's width, in light and in dark."""
+    names = [f"a-drafter-of-many-letters-{i}" for i in range(5)]
+    results = [plain(), *map(result, names), plain(1.0), result(temperature=1.0)]
+    report = {"config": {"repeats": 2}, "notes": ["a note"], "warnings": ["a warning"]}
+    report |= {"command": f"python -m experiments.decode {'--config.x=y ' * 20}"}
+    plots.plot_acceptance(tmp_path / "acceptance.png", results)
+    path = tmp_path / "report.html"
+    shown = sections(report, results, {}, ["acceptance.png"])
+    write_page(path, report, results, shown, [answer(), answer("q2", temperature=1.0)])
+    browser = Browser(tmp_path / "home")
+    try:
+        for width in (1280, 400):
+            for scheme in ("light", "dark"):
+                browser.open(path.as_uri(), width, scheme)
+                wide = browser.ask("document.documentElement.scrollWidth")
+                assert wide <= width, f"{wide} pixels in a window of {width}"
+                assert {*browser.requests} == {path.as_uri()}
+                contrasts = browser.ask(CONTRASTS)
+                browser.ask("document.querySelectorAll('#tv-colour button')[1].click()")
+                contrasts += browser.ask(CONTRASTS)
+                assert len(contrasts) > 200
+                assert [pair for pair in contrasts if pair[0] < 4.5] == []
+        visible = f"[...document.querySelectorAll({CONTROLS!r})].filter((e) => e.checkVisibility())"
+        browser.ask(f"window.controls = {visible}; window.reached = new Set(); 0")
+        for _ in range(browser.ask("controls.length")):
+            browser.press("Tab")
+            browser.ask("reached.add(document.activeElement); 0")
+        missed = browser.ask("controls.filter((e) => !reached.has(e)).map((e) => e.outerHTML)")
+        assert missed == []
+    finally:
+        browser.close()
