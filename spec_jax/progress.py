@@ -184,7 +184,7 @@ class Progress:
         self._every_s = every_s
         self._said_s = self._moved_s = time.monotonic()
         self._is_compiling = is_compiling
-        self._text = ""
+        self.text = ""  # of what is running
         self._begin_s = self._said_s
         self._share: float | None = None
         self._is_first = True
@@ -202,7 +202,7 @@ class Progress:
         """Says what is running; a bar that waits to appear appears."""
         self._bar.delay = 0  # so that it is cleared when it is closed
         self._bar.set_postfix_str(text)
-        self._text = text
+        self.text = text
         self._moved_s = time.monotonic()
 
     def line(self, text: str) -> None:
@@ -216,7 +216,7 @@ class Progress:
             self._bar.refresh()
             return
         running = duration(time.monotonic() - self._moved_s)
-        self.line(f"{self._text or 'running'}, {running} so far{self.left(self.num_done)}")
+        self.line(f"{self.text or 'running'}, {running} so far{self.left(self.num_done)}")
 
     def say(self, text: str) -> None:
         """Prints a line on stdout without breaking the bar."""
@@ -249,7 +249,7 @@ class Progress:
             the steps.
         """
         self._move(self.num_done + count, share)
-        self._text = ""
+        self.text = ""
         self._bar.set_postfix_str(text, refresh=False)
         left = self.left(self.num_done)
         self._bar.update(count)
@@ -336,6 +336,7 @@ class Notice:
         self._is_open = True
         self._is_said = False
         self._bar: Progress | None = None
+        self._before = ""
         self._timer = threading.Timer(after_s, self._say)
         self._timer.daemon = True
         self._timer.start()
@@ -346,6 +347,7 @@ class Notice:
                 return
             self._bar = _open.progress()
             if self._bar is not None:
+                self._before = self._bar.text
                 self._bar.now(f"{self._what} …")
             else:
                 self._is_said = True
@@ -360,7 +362,7 @@ class Notice:
             self._is_open = False
             _open.remove(self)
             if self._bar in _open.all:
-                self._bar.now("")
+                self._bar.now(self._before)
             if self._is_said:
                 self._write(f" {time.monotonic() - self._begin_s:.1f} s\n")
 

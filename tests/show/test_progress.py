@@ -210,7 +210,7 @@ def test_work_that_is_silent_says_what_it_does_every_ten_seconds(clock, capsys):
             clock.now_s += 2
             notice._say()
             assert said(11).startswith("measuring 1/6: compiling a round …, 11 s so far")
-        assert said(11).startswith("measuring 1/6: running, 11 s so far")
+        assert said(11).startswith("measuring 1/6: examining rows, 11 s so far")
     with progress.Notice("drawing plots", after_s=1e9, is_line=True) as notice:
         notice._say()
         assert said(12) == "drawing plots …\ndrawing plots, 12 s so far\n"
