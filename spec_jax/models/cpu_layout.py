@@ -180,24 +180,28 @@ def in_panels(
       embeddings: the names of those.
       known: the panels of these weights that were cut before, which are not cut again.
     """
+    joined = {}
+    apart = {*params}
+    for names in JOINED:
+        ws = [params.get(name) for name in names]
+        is_alike = all(getattr(w, "ndim", None) == 2 for w in ws)
+        is_alike = is_alike and len({(w.shape[0], w.dtype) for w in ws}) == 1
+        panels = to_panels(ws, num_rows, known) if is_alike else None
+        if panels is not None:
+            ends = np.cumsum([w.shape[1] for w in ws]).tolist()
+            columns = tuple(zip(names, [0, *ends], ends))
+            joined["+".join(names)] = panels.replace(columns=columns)
+            apart -= {*names}
     laid_out = {}
     for name, w in params.items():
+        if name not in apart:
+            continue
         if isinstance(w, dict) and ":" not in name:
             w = in_panels(w, num_rows, embeddings, known)
         elif name not in embeddings and getattr(w, "ndim", None) == 2:
             w = to_panels([w], num_rows, known) or w
         laid_out[name] = w
-    for names in JOINED:
-        ws = [params.get(name) for name in names]
-        is_alike = all(getattr(w, "ndim", None) == 2 for w in ws)
-        is_alike = is_alike and len({(w.shape[0], w.dtype) for w in ws}) == 1
-        joined = to_panels(ws, num_rows, known) if is_alike else None
-        if joined is not None:
-            ends = np.cumsum([w.shape[1] for w in ws]).tolist()
-            columns = tuple(zip(names, [0, *ends], ends))
-            laid_out = {name: w for name, w in laid_out.items() if name not in names}
-            laid_out["+".join(names)] = joined.replace(columns=columns)
-    return laid_out
+    return laid_out | joined
 
 
 def find(params: dict[str, Any], name: str) -> tuple[Any, slice | None]:
