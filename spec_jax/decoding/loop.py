@@ -32,7 +32,7 @@ from spec_jax.sampling import Sampler, argmax, process, sample
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain, constrain_state, replicate, take_rows
 
-_PASSES = (512, 128, 32)  # tokens of a pass over prompts
+_PASSES = (512, 128, 32)  # tokens of a pass over prompts on a CPU, where each token costs
 _UNPADDED = (512, 64, 8, 1)  # likewise, of prompts that cannot be padded
 _MIN_FILLED = 0.625  # of a pass with padding; less is fed in shorter passes
 
@@ -116,7 +116,7 @@ def prefill(
     request = (tokens, lengths, limit, stop_tokens, sampler, draft_sampler)
     state, first = init_state(*request, logits, is_argmax=system.rule.is_greedy, slots=slots)
     prompts = (tokens, lengths, first, features)
-    chunk = chunk_of(T, system, _PASSES[1])
+    chunk = chunk_of(T, system, _PASSES[1] if jax.default_backend() == "cpu" else None)
     draft = _prefill_draft(
         params["draft"], *prompts, drafter=system.drafter, slots=slots, chunk=chunk
     )
@@ -152,12 +152,15 @@ def chunk_of(num_tokens: int, system: System, most: int | None = None) -> int | 
 def pass_sizes(system: System) -> list[int]:
     """Returns how many tokens of a row a pass over prompts may have, the largest first.
 
-    A few sizes serve prompts of every length, so few programs are compiled.
+    A few sizes serve prompts of every length, so few programs are compiled. On an accelerator a
+    pass costs a read of the weights, so chunks are not split.
 
     Args:
       system: the target, and the tokens of a chunk.
     """
-    sizes = _PASSES if system.target.can_rewind else _UNPADDED
+    sizes = _UNPADDED
+    if system.target.can_rewind:
+        sizes = _PASSES if jax.default_backend() == "cpu" else ()
     chunk = system.prefill_chunk
     return [chunk, *(size for size in sizes if size < chunk)]
 
