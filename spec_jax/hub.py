@@ -107,13 +107,17 @@ def directory_of(name: str, *, has_weights: bool = True) -> pathlib.Path:
             directory = pathlib.Path(hub.snapshot_download(repo, **options))
             if _is_whole(directory, weights, refusals):
                 return directory, True
-        file = gguf.within(directory)
-        return file, file != directory
+        return directory, False
 
     with contextlib.suppress(Exception):  # versions of the hub raise errors of many types
         directory, is_whole = download(local_files_only=True)
         if is_whole:
             return directory
+    ids = [] if found["file"] else _gguf_files(repo, revision)
+    if len(ids) == 1:
+        return directory_of(ids[0])
+    if ids:
+        raise WeightsError(f"{name} has several GGUF files; name one of them: {', '.join(ids)}")
     try:
         _log.info("%s is not in the cache of the Hugging Face hub: it is downloaded", name)
         directory, is_whole = download()
@@ -121,23 +125,31 @@ def directory_of(name: str, *, has_weights: bool = True) -> pathlib.Path:
         raise WeightsError(_why(repo, revision, error)) from error
     if is_whole:
         return directory
+    if found["file"]:
+        raise WeightsError(f"{repo} has no file {found['file']}")
     remedy = f"if the download was cut off, run `{_command(repo, revision)}`"
-    ids = []
-    if has_weights and not found["file"]:
-        with contextlib.suppress(Exception):  # as above
-            names = hub.list_repo_files(repo, revision=revision)
-            files = [name for name in names if name.endswith(gguf.SUFFIX) and "/" not in name]
-            ids = [f"{repo}/{file}" + (f"@{revision}" if revision else "") for file in files]
     if refusals:
         remedy = refusals[-1]
-    elif len(ids) == 1:
-        return directory_of(ids[0])
-    elif ids:
-        remedy = f"it has several GGUF files; name one of them: {', '.join(ids)}"
     raise WeightsError(
         f"{name} has no config.json with model.safetensors or pytorch_model.bin, in {directory}: "
         f"{remedy}"
     )
+
+
+def _gguf_files(repo: str, revision: str | None) -> list[str]:
+    """Returns the ids of the GGUF files, cached ones offline, where there are no other weights."""
+    import huggingface_hub as hub
+
+    suffix = f"@{revision}" if revision else ""
+    try:
+        names = hub.list_repo_files(repo, revision=revision)
+    except Exception:  # versions of the hub raise errors of many types
+        folder = cached_directory(repo + suffix)
+        names = [path.name for path in folder.iterdir()] if folder else []
+    if any(name.endswith((".safetensors", ".bin")) for name in names):
+        return []
+    files = sorted(name for name in names if name.endswith(gguf.SUFFIX) and "/" not in name)
+    return [f"{repo}/{file}{suffix}" for file in files]
 
 
 def _is_whole(directory: pathlib.Path, weights: tuple[str, str, str], refusals: list[str]) -> bool:

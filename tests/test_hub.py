@@ -185,20 +185,25 @@ def test_a_gguf_file_of_a_repository_is_chosen_by_its_name(cache, tmp_path_facto
     folder = tmp_path_factory.mktemp("gguf")
     for name in ("q4.gguf", "q8.gguf"):
         write(folder / name, CONFIG, random_weights(CONFIG))
-    asked = online(monkeypatch, lambda patterns: folder)
     names = ["README.md", "q4.gguf", "q8.gguf"]
+    asked = online(monkeypatch, lambda patterns: folder)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: names)
+    several = r"several GGUF files.*o/m/q4\.gguf.*, o/m/q8\.gguf"
     assert hub.directory_of("o/m/q8.gguf@v2") == folder / "q8.gguf"
-    assert asked == [["q8.gguf"]]
-    with pytest.raises(WeightsError, match=r"several GGUF files.*q4\.gguf, .*q8\.gguf"):
+    with pytest.raises(WeightsError, match=several):
         spec_jax.load_model("o/m")
+    with pytest.raises(WeightsError, match="o/m has no file q5.gguf"):
+        spec_jax.load_model("o/m/q5.gguf")
+    assert asked == [["q8.gguf"], ["q5.gguf"]]
     put(cache, "o/m", folder, without=["q4.gguf"])
-    asked.clear()
-    assert spec_jax.load_model("o/m").config.hidden_size == CONFIG.hidden_size
+    with pytest.raises(WeightsError, match=several):  # though one of them is cached
+        spec_jax.load_model("o/m")
     assert spec_jax.load_model("o/m/q8.gguf").source == "Tiny, mit"
-    assert not asked
-    empty = tmp_path_factory.mktemp("empty")
-    names.remove("q8.gguf")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(empty))
-    online(monkeypatch, lambda patterns: folder if patterns == ["q4.gguf"] else empty)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", None)  # no network: what is cached
+    assert spec_jax.load_model("o/m").config.hidden_size == CONFIG.hidden_size
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: names[:2])
     assert hub.directory_of("o/n") == folder / "q4.gguf"
+    names[0] = "model.safetensors"  # which is preferred
+    online(monkeypatch, lambda patterns: folder)
+    with pytest.raises(WeightsError, match=r"o/n has no config\.json with model\.safetensors"):
+        spec_jax.load_model("o/n")

@@ -61,7 +61,8 @@ def find_config(name: str) -> AnyConfig:
 
     Args:
       name: of a preset or of the zoo; the path of a directory with a config.json, of that file or
-        of a GGUF file; or an id of the Hugging Face hub, whose weights are not downloaded.
+        of a GGUF file; or an id of the Hugging Face hub, of which weights are not downloaded,
+        unless they are GGUF.
 
     Raises:
       ConfigError: it is none of these, or the family is not supported.

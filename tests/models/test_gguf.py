@@ -118,6 +118,7 @@ def test_a_part_of_a_quantised_tensor_is_that_part_of_its_values(tmp_path, name)
 
 
 SCALED = {
+    "untyped": dict(rope_type="linear", factor=2.0),
     "llama3": dict(
         rope_type="llama3",
         factor=8.0,
@@ -140,17 +141,19 @@ def test_rotary_scaling_is_that_of_the_model(tmp_path, kind):
         plain, _ = rope_frequencies(RopeConfig(rope_theta=500000.0), 32)
         extra["rope_freqs.weight"] = np.asarray(plain / rope_frequencies(rope, 32)[0])
     else:
-        fields["llama.rope.scaling.type"] = ("string", kind)
+        fields["llama.rope.scaling.type"] = None if kind == "untyped" else ("string", kind)
         fields["llama.rope.scaling.factor"] = ("float32", rope.factor)
     if kind == "yarn":
         fields["llama.rope.scaling.original_context_length"] = ("uint32", 512)
     write(tmp_path / "tiny.gguf", config, random_weights(config), "F32", fields, extra)
     assert load_model(tmp_path).config == config
     if kind == "llama3":
-        extra["rope_freqs.weight"] = 1.1 * extra["rope_freqs.weight"]
-        write(tmp_path / "tiny.gguf", config, random_weights(config), "F32", fields, extra)
-        with pytest.raises(ConfigError, match="is not that of Llama 3's rotary scaling"):
-            load_model(tmp_path)
+        right = extra["rope_freqs.weight"]
+        for wrong in (1.1 * right, np.inf * right, 0 * right, right[:5]):
+            extra["rope_freqs.weight"] = wrong
+            write(tmp_path / "tiny.gguf", config, random_weights(config), "F32", fields, extra)
+            with pytest.raises(ConfigError, match="is not that of Llama 3's rotary scaling"):
+                load_model(tmp_path)
 
 
 REFUSED = {
@@ -165,12 +168,20 @@ REFUSED = {
         "num_attention_heads is '4'; expected a positive",
     ),
     "llama.embedding_length": (("uint32", 32), "has shape .*; config.json asks for"),
+    "llama.attention.layer_norm_rms_epsilon": (None, "layer_norm_rms_epsilon is missing"),
+    "llama.feed_forward_length": (("array", [96] * 5000), "is a list of 5000 values"),
     "split.count": (("uint16", 3), "one of several files; merge them"),
     "general.alignment": (("uint32", 3), "alignment is 3; expected a power of two"),
     "tokenizer.ggml.model": (("string", "t5"), "model is 't5'; supported: gpt2, llama"),
     "tokenizer.ggml.pre": (("string", "tekken"), "pre is 'tekken', so how it splits"),
+    "tokenizer.ggml.pre ": (None, "pre is None, so how it splits"),
     "tokenizer.ggml.token_type": (("array", [1, 1]), "token_type is not of 3 tokens"),
     "tokenizer.ggml.eos_token_id": (("uint32", 7), "eos_token_id"),
+    "tokenizer.ggml.eot_token_id": (("array", [1]), "eot_token_id is .*; expected an id"),
+    "tokenizer.ggml.add_bos_token": (("bool", True), "bos_token_id is missing"),
+    "tokenizer.ggml.merges": (("array", ["ab"]), "merge 'ab' has no two parts"),
+    "tokenizer.chat_template": (("uint32", 4), "chat template 'default' is 4; expected a text"),
+    "tokenizer.ggml.tokens": (("array", ["a", "b", "ab", "c"]), "4 tokens and an embedding of 3"),
 }
 
 
@@ -178,9 +189,11 @@ REFUSED = {
 def test_what_a_file_says_and_is_not_read_is_refused_by_name(tmp_path, key):
     entry, message = REFUSED[key]
     config = dataclasses.replace(MODELS["llama"], vocab_size=3)
-    fields = tokenizer_fields(["a", "b", "ab"], merges=("array", ["a b"]))
+    fields = tokenizer_fields(["a", "b", "ab"])
+    if key == "tokenizer.ggml.tokens":
+        fields["tokenizer.ggml.token_type"] = None
     file = tmp_path / "tiny.gguf"
-    write(file, config, random_weights(config), "F32", fields | {key: entry})
+    write(file, config, random_weights(config), "F32", fields | {key.strip(): entry})
     with pytest.raises((ConfigError, WeightsError), match=message) as caught:
         load_model(file)
     assert "tiny.gguf" in str(caught.value)
@@ -330,6 +343,8 @@ def test_pieces_of_sentence_piece_merge_by_their_scores():
     }
     backend, config = read_tokenizer(Header("x.gguf", fields, {}))
     assert config == {"bos_token": "<s>", "unk_token": "<unk>"}
+    assert backend.encode("a<unk>b</s>").ids == [1, vocab["▁a"], 0, vocab["▁"], vocab["b"], 2]
+    assert backend.decode([1, 0, vocab["▁a"], 2]) == "a"
     for text in ("abc cab", "aabcbc ab", "é x 東", "bca  abc"):
         pieces = list(("▁" + text).replace(" ", "▁"))
         known = merged(pieces, lambda a, b: -by_piece.get(a + b, -float("inf")))
@@ -338,6 +353,40 @@ def test_pieces_of_sentence_piece_merge_by_their_scores():
             expected += [vocab[piece]] if piece in vocab else [3 + b for b in piece.encode()]
         assert backend.encode(text).ids == expected, (text, backend.encode(text).tokens)
         assert backend.decode(expected) == text
+
+
+def test_tokens_that_are_not_used_are_padding():
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "", "[PAD1]", "b", "[PAD2]", "[PAD2]"],
+        "tokenizer.ggml.token_type": np.array([1, 1, 5, 1, 5, 5]),
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    with pytest.raises(WeightsError, match="no BPE"):  # of which "ab" is no token
+        read_tokenizer(Header("x.gguf", fields, {}))
+    fields["tokenizer.ggml.tokens"][1] = "ab"
+    backend, _ = read_tokenizer(Header("x.gguf", fields, {}))
+    assert backend.get_vocab_size() == 4 and backend.encode("abb").ids == [1, 3]
+
+
+LONG = {"a token": ["a" * 300], "all tokens": [f"{i:06d}" + "a" * 200 for i in range(11_000)]}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_pieces_whose_splits_are_too_many_are_refused(name):
+    tokens = LONG[name]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.zeros(len(tokens)),
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    with pytest.raises(WeightsError, match="the longest token has"):
+        read_tokenizer(Header("x.gguf", fields, {}))
+    fields["tokenizer.ggml.scores"] = np.zeros(len(tokens), bool)
+    with pytest.raises(WeightsError, match="scores are no numbers"):
+        read_tokenizer(Header("x.gguf", fields, {}))
 
 
 def number(value, dtype="<Q"):
@@ -421,8 +470,7 @@ def test_a_list_of_as_many_texts_as_are_allowed_is_bounded(tmp_path, monkeypatch
 def whole(tmp_path_factory):
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     config = dataclasses.replace(MODELS["llama"], vocab_size=3, num_hidden_layers=1)
-    fields = tokenizer_fields(["a", "b", "ab"], merges=("array", ["a b"]))
-    write(file, config, random_weights(config), "Q8_0", fields)
+    write(file, config, random_weights(config), "Q8_0", tokenizer_fields(["a", "b", "ab"]))
     return file.read_bytes()
 
 

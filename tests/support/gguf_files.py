@@ -96,9 +96,11 @@ def write(
 
 
 def tokenizer_fields(tokens, model="gpt2", types=None, **others):
-    """The fields of a tokenizer; ``others`` by name are (method, value)."""
+    """The fields of a byte-level tokenizer; ``others`` by name are (method, value)."""
     fields = {
         "tokenizer.ggml.model": ("string", model),
+        "tokenizer.ggml.pre": ("string", "gpt-2"),
+        "tokenizer.ggml.merges": ("array", ["a b"]),
         "tokenizer.ggml.tokens": ("array", list(tokens)),
         "tokenizer.ggml.token_type": ("array", list(types or [1] * len(tokens))),
     }

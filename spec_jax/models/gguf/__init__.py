@@ -37,17 +37,18 @@ _JSON = {"config.json": config_json, "generation_config.json": token_ids}
 
 def is_gguf(directory: pathlib.Path) -> bool:
     """Whether a path names a GGUF file, which is read as if it were a directory."""
-    return directory.suffix == SUFFIX and directory.is_file()
+    return directory.suffix.lower() == SUFFIX and directory.is_file()
 
 
 def within(directory: pathlib.Path) -> pathlib.Path:
-    """Returns the GGUF file of a directory that has no config.json; else the directory.
+    """Returns the GGUF file of a directory without other weights; else the directory.
 
     Raises:
       WeightsError: it has several.
     """
     files = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
-    if not files or (directory / "config.json").exists():
+    others = any(directory.glob("*.safetensors")) or (directory / "config.json").exists()
+    if not files or others:
         return directory
     if len(files) > 1:
         names = ", ".join(file.name for file in files)

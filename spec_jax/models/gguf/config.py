@@ -16,32 +16,26 @@ from spec_jax.models.gguf.tensors import ROPE_FACTORS, GgufTensors
 from spec_jax.models.rope import rope_frequencies
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-_KEYS = {  # after the architecture, and the key of config.json
+_KEYS = {  # after the architecture, and the key of config.json; the first six must be there
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-# Read below, or of no consequence here.
-_OTHERS = {
-    "vocab_size",
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
-    "rope.scale_linear",
-    "tensor_data_layout",
-}
+_CHECKED = (  # below
+    *("attention.value_length", "rope.dimension_count", "rope.scaling.type"),
+    *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scale_linear"),
+)
+_UNUSED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")  # the embedding has a size
+_MAX_VALUES = 4096  # of a list
 _IDLE = {  # fields that change what a model computes, and the value with which they do not
     "rope.scaling.attn_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
@@ -80,7 +74,7 @@ def config_json(header: Header) -> dict[str, Any]:
             f"{', '.join(_MODEL_TYPES)}"
         )
     said = {
-        key.removeprefix(f"{architecture}."): _plain(value)
+        key.removeprefix(f"{architecture}."): _plain(header, key, value)
         for key, value in fields.items()
         if key.startswith(f"{architecture}.")
     }
@@ -88,8 +82,15 @@ def config_json(header: Header) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise WeightsError(f"{header.path}: tensor token_embd.weight is missing")
+    for key in list(_KEYS)[:6]:
+        if key not in said:
+            raise ConfigError(f"{header.path}: {architecture}.{key} is missing")
     hf = {ours: said[key] for key, ours in _KEYS.items() if key in said}
+    hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
     head_dim = hf.get("head_dim", said.get("rope.dimension_count"))
+    sizes = (hf["hidden_size"], hf["num_attention_heads"])
+    if head_dim is None and all(is_integer(size, 1) for size in sizes):
+        head_dim = sizes[0] // sizes[1]
     for key in ("rope.dimension_count", "attention.value_length"):
         if said.get(key, head_dim) != head_dim:
             raise ConfigError(
@@ -112,17 +113,25 @@ def config_json(header: Header) -> dict[str, Any]:
 
 
 def token_ids(header: Header) -> dict[str, Any]:
-    """Returns ``bos_token_id`` and ``eos_token_id`` as config.json states them."""
+    """Returns ``bos_token_id`` and ``eos_token_id`` as config.json states them.
+
+    Raises:
+      ConfigError: one of them is no integer.
+    """
     stated = {n: header.fields.get(f"tokenizer.ggml.{n}_token_id") for n in ("bos", *STOPS)}
+    for name, value in stated.items():
+        if value is not None and not is_integer(value):
+            raise ConfigError(f"{header.path}: {name}_token_id is {shown(value)}; expected an id")
     stops = dict.fromkeys(stated[name] for name in STOPS if stated[name] is not None)
     return {"bos_token_id": stated["bos"], "eos_token_id": list(stops) or None}
 
 
 def source_text(header: Header) -> str:
-    """Returns who made the model and under which licence, as the file says."""
+    """Returns who made the model and under which licence, as the file says, in one short line."""
     keys = ("name", "organization", "license", "source.url", "repo_url")
     stated = [header.fields.get(f"general.{key}") for key in keys]
-    return ", ".join(value for value in stated if isinstance(value, str)) or "not stated"
+    texts = [filter(str.isprintable, text[:80]) for text in stated if isinstance(text, str)]
+    return ", ".join(map("".join, texts)) or "not stated"
 
 
 def head_counts(header: Header, hf: Mapping[str, Any]) -> dict[str, int]:
@@ -145,17 +154,22 @@ def head_counts(header: Header, hf: Mapping[str, Any]) -> dict[str, int]:
     return {"attn_q": queries, "attn_k": keys}
 
 
-def _plain(value: Any) -> Any:
+def _plain(header: Header, key: str, value: Any) -> Any:
     """A value as JSON has it; a float32 as the shortest decimal that rounds to it."""
+    if isinstance(value, (np.ndarray, list)) and len(value) > _MAX_VALUES:
+        raise ConfigError(
+            f"{header.path}: {key} is a list of {len(value)} values, which is not read"
+        )
     if isinstance(value, np.ndarray):
         return value.tolist()
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _check_read(header: Header, architecture: str, said: Mapping[str, Any]) -> None:
     """Refuses fields that may change what the model computes and are not read."""
     for key, value in said.items():
-        known = key in _KEYS or key in _OTHERS or (key in _IDLE and value == _IDLE[key])
+        known = key in (*_KEYS, *_CHECKED, *_UNUSED) or (key in _IDLE and value == _IDLE[key])
         if architecture != "qwen3moe" and key.startswith("expert_"):
             known = value == 0
         if known or (key == "attention.sliding_window" and _sees_all(value, said)):
@@ -173,13 +187,15 @@ def _sees_all(window: Any, said: Mapping[str, Any]) -> bool:
 
 def _rope_scaling(header: Header, said: Mapping[str, Any], head_dim: Any) -> dict[str, Any] | None:
     """What config.json calls ``rope_scaling``."""
-    kind = said.get("rope.scaling.type", "linear" if "rope.scale_linear" in said else "none")
+    kind = said.get("rope.scaling.type", "linear")
     factor = said.get("rope.scaling.factor", said.get("rope.scale_linear"))
+    if kind == "linear" and factor in (None, 0, 1):
+        kind = "none"
     if ROPE_FACTORS in header.tensors:
         if kind != "none":
             raise ConfigError(f"{header.path}: both {ROPE_FACTORS} and {kind} rotary scaling")
         return _llama3(header, said, head_dim)
-    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
+    if kind == "none":
         return None
     scaling = {"rope_type": kind, "factor": factor}
     original = said.get("rope.scaling.original_context_length")
@@ -190,19 +206,16 @@ def _rope_scaling(header: Header, said: Mapping[str, Any], head_dim: Any) -> dic
 
 def _llama3(header: Header, said: Mapping[str, Any], head_dim: Any) -> dict[str, Any]:
     """The scaling of Llama 3.1 and 3.2."""
-    entry = header.tensors[ROPE_FACTORS]
-    stored = GgufTensors(header, {}).values(ROPE_FACTORS)
-    rope = RopeConfig.from_hf(
-        {
-            "rope_theta": said.get("rope.freq_base", 10000.0),
-            "rope_scaling": {**_LLAMA3, "factor": round(float(stored.max()), 3)},
-        }
-    )
-    if is_integer(head_dim, 2) and entry.shape == (head_dim // 2,):
-        plain, _ = rope_frequencies(dataclasses.replace(rope, rope_type="default"), head_dim)
-        scaled, _ = rope_frequencies(rope, head_dim)
-        if np.allclose(plain / scaled, stored, rtol=1e-3):
-            return rope.spellings()["rope_scaling"]
+    if is_integer(head_dim, 2) and header.tensors[ROPE_FACTORS].shape == (head_dim // 2,):
+        stored = GgufTensors(header, {}).values(ROPE_FACTORS)
+        theta = said.get("rope.freq_base", 10000.0)
+        if np.isfinite(stored).all() and 1 <= stored.max() <= 1e6:
+            scaling = {**_LLAMA3, "factor": round(float(stored.max()), 3)}
+            rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling})
+            plain, _ = rope_frequencies(dataclasses.replace(rope, rope_type="default"), head_dim)
+            scaled, _ = rope_frequencies(rope, head_dim)
+            if np.allclose(plain / scaled, stored, rtol=1e-3):
+                return rope.spellings()["rope_scaling"]
     raise ConfigError(
         f"{header.path}: {ROPE_FACTORS} is not that of Llama 3's rotary scaling, {_LLAMA3}, and no "
         "other one is read"

@@ -18,7 +18,7 @@ from spec_jax.models.checks import shown
 
 SUFFIX = ".gguf"
 MAX_BYTES = 1 << 26  # of the fields and the list of tensors
-MAX_TEXTS = 1 << 21  # in all lists: a vocabulary and its merges are below a million
+MAX_TEXTS = 1 << 20  # in all lists: the largest vocabularies have .8 million with their merges
 MAX_FIELDS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_DIMENSIONS = 4
@@ -30,7 +30,7 @@ class Entry:
     """Where a tensor is in a file.
 
     Attributes:
-      shape: of its values, rows last but one; the file states it in the other order.
+      shape: of its values, as NumPy has it; the file states it in the other order.
       type: the ``gguf.GGMLQuantizationType`` of its values.
       row_bytes: of the values along its last dimension.
       begin: of its first byte in the file.
@@ -86,13 +86,13 @@ def read_header(path: pathlib.Path) -> Header:
     """
     try:
         state = path.stat()
-        return _read(path, state.st_size, state.st_mtime_ns)
+        return _read(path, state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns)
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read as GGUF: {error}") from error
 
 
-@functools.lru_cache(maxsize=4)
-def _read(path: pathlib.Path, size: int, _changed: int) -> Header:
+@functools.lru_cache(maxsize=2)
+def _read(path: pathlib.Path, size: int, *_changed: int) -> Header:
     gguf = library(path)
     if not path.is_file():
         raise OSError("it is not a regular file")
@@ -205,14 +205,25 @@ def _stated_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.number("<u4"), cursor.number("<u8")
 
 
-def _entry(gguf: Any, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
+@functools.cache
+def _is_read(gguf: Any, kind: int) -> bool:
+    """Whether the package makes values of this type plain."""
     try:
         kind = gguf.GGMLQuantizationType(kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
-        kind = getattr(kind, "name", kind)
-        raise ValueError(f"tensor {shown(name)} is stored as {kind}, which is not read") from None
+        return False
+    return True
+
+
+def _entry(gguf: Any, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
+    if not _is_read(gguf, kind):
+        known = {int(x): x.name for x in gguf.GGMLQuantizationType}
+        said = known.get(kind, kind)
+        raise ValueError(f"tensor {shown(name)} is stored as {said}, which is not read")
+    kind = gguf.GGMLQuantizationType(kind)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise ValueError(
             f"tensor {shown(name)} has rows of {shape[-1]}, not in blocks of {kind.name}, {block}"

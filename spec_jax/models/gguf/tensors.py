@@ -28,7 +28,7 @@ _LAYER = {
     "ffn_gate_inp": "mlp.gate",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_MAX_EXPERTS = 4096
+_MAX_NAMES = 1 << 18  # 36 thousand in Qwen3-235B
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: see ``config``
 
 
@@ -42,6 +42,9 @@ class GgufTensors:
       header: of the file.
       head_counts: of queries and keys, by the name of their tensors, where rows are in pairs.
 
+    Raises:
+      WeightsError: there are too many tensors.
+
     Attributes:
       bytes_read: of tensors, so far.
     """
@@ -54,6 +57,8 @@ class GgufTensors:
         for name, entry in header.tensors.items():
             if name != ROPE_FACTORS:
                 self._where |= {ours: (name, e) for ours, e in _names(name, entry)}
+            if len(self._where) > _MAX_NAMES:
+                raise WeightsError(f"{header.path} has over {_MAX_NAMES} matrices")
         self._head_counts = head_counts
 
     def names(self) -> set[str]:
@@ -89,7 +94,7 @@ class GgufTensors:
         return self._read(entry, tuple(map(range, entry.shape)))
 
     def _read(self, entry: Entry, part: Part) -> np.ndarray:
-        """Values of a part: rows that lie together, of which some columns are kept."""
+        """Values of a part of a matrix or vector: whole rows, of which some columns are kept."""
         *lead, columns = part
         rows = lead[0] if lead else range(1)
         count = len(rows) * entry.row_bytes
@@ -127,7 +132,7 @@ def _names(name: str, entry: Entry) -> list[tuple[str, int | None]]:
     if layer is None:
         return [(f"{_OUTER[kind]}.{what}" if kind in _OUTER else name, None)]
     prefix = f"model.layers.{int(layer)}."
-    is_stack = len(entry.shape) == 3 and entry.shape[0] <= _MAX_EXPERTS and what == "weight"
+    is_stack = len(entry.shape) == 3 and entry.shape[0] <= _MAX_NAMES and what == "weight"
     if kind in _EXPERTS and is_stack:
         ours = f"{prefix}mlp.experts.{{}}.{_EXPERTS[kind]}.weight"
         return [(ours.format(e), e) for e in range(entry.shape[0])]

@@ -41,8 +41,11 @@ _BYTE_LEVEL = {  # by tokenizer.ggml.pre
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
-_ALIASES = {"gpt2": "gpt-2", "default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_ALIASES = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+_SPECIAL = (2, 3)  # tokenizer.ggml.token_type: unknown, control
+_USER_DEFINED, _UNUSED = 4, 5
+_MAX_PIECE = 256  # characters of a token of SentencePiece, where each split of it may be a merge
+_MAX_PIECES = 1 << 21  # of all
 _NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -71,12 +74,22 @@ def read_tokenizer(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
     types = said.get("token_type", np.ones(len(tokens), int))
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise WeightsError(f"{header.path}: token_type is not of {len(tokens)} tokens")
-    if len(set(tokens)) != len(tokens):
+    count = int(np.max(np.flatnonzero(types != _UNUSED), initial=-1)) + 1  # the rest is padding
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])]
+    types = types[:count]
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is not None and count > embedding.shape[0]:
+        raise WeightsError(
+            f"{header.path} has {count} tokens and an embedding of {embedding.shape[0]}"
+        )
+    if len(set(tokens)) != count:
         raise WeightsError(f"{header.path}: two tokens have the same text")
     backend = makers[kind](header, said, tokens, types)
-    for flag, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [tokens[i] for i in np.flatnonzero(types == flag) if tokens[i]]
-        backend.add_tokens([AddedToken(x, special=is_special, normalized=False) for x in added])
+    added = [
+        AddedToken(tokens[i], special=types[i] in _SPECIAL, normalized=False)
+        for i in np.flatnonzero(np.isin(types, (*_SPECIAL, _USER_DEFINED)))
+    ]
+    backend.add_tokens(added)
     ids = {ours: said.get(f"{name}_token_id") for name, ours in _NAMES.items()}
     for name, index in ids.items():
         if index is not None and not is_integer(index, 0, len(tokens) - 1):
@@ -88,6 +101,11 @@ def read_tokenizer(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
         for key, value in header.fields.items()
         if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
     }
+    for name, template in templates.items():
+        if not isinstance(template, str):
+            raise WeightsError(
+                f"{header.path}: chat template {shown(name)} is {shown(template)}; expected a text"
+            )
     return backend, named | ({"chat_template": templates} if templates else {})
 
 
@@ -101,7 +119,7 @@ def _texts(header: Header, said: Mapping[str, Any], name: str) -> list[str]:
 
 def _pre(said: Mapping[str, Any]) -> Any:
     """How a text is split before merging, under one of its names."""
-    pre = said.get("pre", "gpt-2")
+    pre = said.get("pre")
     return _ALIASES.get(pre, pre) if isinstance(pre, str) else pre
 
 
@@ -115,7 +133,12 @@ def _byte_level(
             f"{header.path}: tokenizer.ggml.pre is {shown(pre)}, so how it splits a text is not "
             f"known; supported: {', '.join(_BYTE_LEVEL)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in _texts(header, said, "merges")]
+    merges = []
+    for merge in _texts(header, said, "merges"):
+        space = merge.find(" ", 1)
+        if space < 0:
+            raise WeightsError(f"{header.path}: the merge {shown(merge)} has no two parts")
+        merges.append((merge[:space], merge[space + 1 :]))
     backend = _bpe(header, tokens, merges, ignore_merges=pre == "llama-bpe")
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -129,13 +152,20 @@ def _sentence_piece(
 ) -> Tokenizer:
     """SentencePiece's BPE with bytes for what no token has, as in Llama 2 and Mistral."""
     scores = said.get("scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
-        raise WeightsError(f"{header.path}: scores are not of {len(tokens)} tokens")
+    is_fit = isinstance(scores, np.ndarray) and scores.dtype.kind == "f"
+    if not is_fit or len(scores) < len(tokens):
+        raise WeightsError(f"{header.path}: scores are no numbers of {len(tokens)} tokens")
+    sizes = list(map(len, tokens))
+    if max(sizes) > _MAX_PIECE or sum(sizes) > _MAX_PIECES:
+        raise WeightsError(
+            f"{header.path}: the longest token has {max(sizes)} characters, all {sum(sizes)}; "
+            f"expected at most {_MAX_PIECE} and {_MAX_PIECES}"
+        )
     ids = {token: i for i, token in enumerate(tokens)}
     # Pieces merge in the order of their scores; equal ones in the order of their parts.
-    order = np.argsort(-scores, kind="stable")
+    order = np.argsort(-scores[: len(tokens)], kind="stable")
     merges = []
-    for token in (tokens[i] for i in order if types[i] not in (_CONTROL, _UNKNOWN)):
+    for token in (tokens[i] for i in order if types[i] not in _SPECIAL):
         parts = ((token[:k], token[k:]) for k in range(1, len(token)))
         known = [(a, b) for a, b in parts if a in ids and b in ids]
         merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
@@ -188,11 +218,14 @@ def _add_ends(
     """Has the tokenizer add the tokens that begin and end a text, where the file says so."""
     has_begin = said["model"] == "llama" or _pre(said) == "llama-bpe"
     defaults = {"bos": has_begin, "eos": False}
-    ends = {
-        name: named[f"{name}_token"]
-        for name, default in defaults.items()
-        if _flag(header, said, f"add_{name}_token", default) and ids[name] is not None
-    }
+    ends = {}
+    for name, default in defaults.items():
+        if _flag(header, said, f"add_{name}_token", default):
+            if ids[name] is None:
+                raise ConfigError(
+                    f"{header.path}: texts have a token {name}, and {name}_token_id is missing"
+                )
+            ends[name] = named[f"{name}_token"]
     if ends:
         begin = [ends["bos"]] if "bos" in ends else []
         end = [ends["eos"]] if "eos" in ends else []
