@@ -6,9 +6,9 @@
 
 Cost: about a quarter of an hour on two cores of a Xeon, 3:40 of it before the first measurement;
 half of it with ``--config.dtype=float32``. Expected: in float32 the rows of every draft are
-identical to plain decoding's; copying is fastest where answers repeat their questions, in code and
-summaries. Speed-ups are over plain decoding in the same dtype; --config.baseline=fastest takes the
-fastest plain decoding of any.
+identical to plain decoding's; copying pays where answers repeat their questions, in summaries.
+Speed-ups are over plain decoding in the same dtype; --config.baseline=fastest takes the fastest
+plain decoding of any.
 """
 
 import pathlib
