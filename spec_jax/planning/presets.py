@@ -70,8 +70,8 @@ def find_config(name: str) -> AnyConfig:
     if name in PRESETS:
         return PRESETS[name]
     path = zoo.path(name) or pathlib.Path(name)
-    path = path.parent if path.name == "config.json" else path
-    if not exists(gguf.within(path) / "config.json"):
+    path = gguf.within(path.parent if path.name == "config.json" else path)
+    if not exists(path / "config.json"):
         why = (
             f"model is {name!r}; expected one of {', '.join(PRESETS)}, a directory with a "
             "config.json, or an id of the Hugging Face hub"
@@ -82,5 +82,5 @@ def find_config(name: str) -> AnyConfig:
             path = hub.directory_of(name, has_weights=False)
         except WeightsError as error:
             raise ConfigError(f"{why}: {error}") from error
-    config = read_config(gguf.within(path))
+    config = read_config(path)
     return dataclasses.replace(config, scan_layers=True) if family_of(config).can_scan else config
