@@ -11,6 +11,7 @@ one module for every step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -53,10 +54,34 @@ class HeadState:
         )
 
 
-def tokens_after(tokens: jax.Array, lengths: jax.Array, pending: jax.Array) -> jax.Array:
-    """The token i32[B,T] after each token of the prompts; ``pending`` (i32[B]) after the last."""
-    after = jnp.roll(tokens, -1, axis=1)
-    return jax.vmap(lambda row, n, token: row.at[n - 1].set(token))(after, lengths, pending)
+def feed_pairs(
+    head: Head,
+    params: Any,
+    state: jax.Array,
+    tokens: jax.Array,
+    cache: Any,
+    window_offset: int | jax.Array = 0,
+    window_mask: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Runs ``Head.feed``, with its arguments, and returns states of the dtype of the given ones."""
+    with jax.named_scope("draft_pass"):
+        x, cache = head.feed(params, state, tokens, cache, window_offset, window_mask)
+        return x.astype(state.dtype), cache
+
+
+def prefill_by(refresh: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the ``Drafter.prefill`` that feeds a prompt's pairs in calls of its ``commit``."""
+
+    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
+        after = jnp.roll(tokens, -1, axis=1)
+        after = jax.vmap(lambda row, n, token: row.at[n - 1].set(token))(after, lengths, pending)
+
+        def step(state, _, n, *pairs):
+            return refresh(params, state, pairs[0], n, pairs[1])
+
+        return over_chunks(step, state, (after, features), lengths, chunk)
+
+    return prefill
 
 
 def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
@@ -68,11 +93,6 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
       head: the functions of the head.
       tree: the tree that is drafted; None means a chain.
     """
-
-    def feed(params, state, tokens, cache, window_offset=0, window_mask=None):
-        with jax.named_scope("draft_pass"):
-            x, cache = head.feed(params, state, tokens, cache, window_offset, window_mask)
-            return x.astype(state.dtype), cache
 
     def unembed(params, x):
         with jax.named_scope("unembed"):
@@ -87,32 +107,24 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
         """Feeds true pairs and commits the first n (i32[B]) of them."""
         del path  # the features are those of the path; what drafting wrote is overwritten
         g = head.join(params, features).astype(state.last.dtype)
-        x, cache = feed(params, g, tokens, state.cache)
+        x, cache = feed_pairs(head, params, g, tokens, state.cache)
         at = jnp.maximum(n - 1, 0)[:, None, None]
         last = jnp.take_along_axis(x, at, axis=1)[:, 0]
         last = jnp.where((n > 0)[:, None], last, state.last)
         return HeadState(cache.commit(n), last)
 
-    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
-        after = tokens_after(tokens, lengths, pending)
-
-        def step(state, _, n, *pairs):
-            return refresh(params, state, pairs[0], n, pairs[1])
-
-        return over_chunks(step, state, (after, features), lengths, chunk)
-
     def propose(params, state, context: Context, num_draft: int):
         def advance(carry, token, node):
             x, cache = carry
             g = head.recycle(params, x)[:, None]
-            x, cache = feed(params, g, token[:, None], cache, node - 2)
+            x, cache = feed_pairs(head, params, g, token[:, None], cache, node - 2)
             return unembed(params, x[:, 0]), (x[:, 0], cache)
 
         def advance_tree(carry, tokens, parent, seen):
             x, cache = carry
             g = head.recycle(params, jnp.take_along_axis(x, parent[:, :, None], axis=1))
             W, X = seen.shape[1:]
-            x, cache = feed(params, g, tokens, cache, X - W, seen)
+            x, cache = feed_pairs(head, params, g, tokens, cache, X - W, seen)
             return unembed(params, x), (x, cache)
 
         logits = unembed(params, state.last)
@@ -132,7 +144,7 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
         max_length=head.max_length,
         is_sampled=not isinstance(tree, DynamicTree),
         init=init,
-        prefill=prefill,
+        prefill=prefill_by(refresh),
         propose=propose,
         commit=refresh,
         insert_row=HeadState.insert_row,

@@ -8,6 +8,7 @@ from typing import Any
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.drafters.common.sequential import check_num_draft
 from spec_jax.drafters.formats import Reading
 from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.drafters.mtp.formats import MTP_FORMATS, TARGET_EMBED
@@ -47,7 +48,8 @@ def holds_modules(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
 
 
 def _drafter(draft: LoadedHead, target: Model, config: SpeculativeConfig) -> Drafter:
-    draft.config.check_num_draft(config.num_speculative_tokens)
+    if draft.config.protocol == "sequential":
+        check_num_draft(config.num_speculative_tokens, draft.config.num_modules)
     return mtp(draft.config, target, config.tree_shape)
 
 

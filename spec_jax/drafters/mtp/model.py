@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.contracts import Cache, Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
-from spec_jax.drafters.common.sequential import Modules, check_num_draft, sequential_drafter
+from spec_jax.drafters.common.sequential import sequential_drafter
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
@@ -33,7 +33,7 @@ from spec_jax.models.layers import (
     rms_norm,
 )
 from spec_jax.models.params import init_table
-from spec_jax.models.specs import ParamSpec
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 from spec_jax.sharding import constrain
 from spec_jax.show.summary import short_repr
 from spec_jax.tree import AnyTree, check_children
@@ -128,35 +128,20 @@ class MtpConfig:
         }
         return cls(**{"layer": layer, **sizes, "taps": taps, **usual, **changes})
 
-    def check_num_draft(self, num_draft: int) -> None:
-        """Raises a ConfigError if the modules cannot draft so many tokens a round."""
-        if self.protocol == "sequential":
-            check_num_draft(num_draft, self.num_modules)
-
 
 def mtp_table(config: MtpConfig) -> dict[str, ParamSpec]:
     """Returns the weights of one module by name, with their names in DeepSeek's checkpoints."""
     D = config.layer.hidden_size
     V = config.target_vocab_size
     prefix = "model.layers.{i}."
-
-    def norm(name):
-        return ParamSpec((D,), ("embed",), f"{prefix}{name}.weight", init="ones")
-
-    table = {
-        "embed_norm": norm("enorm"),
-        "hidden_norm": norm("hnorm"),
-        "fc": ParamSpec(
-            (2 * D, D), ("features", "embed"), prefix + "eh_proj.weight", is_linear=True
-        ),
-        "norm": norm("shared_head.norm"),
-    }
+    names = {"embed_norm": "enorm", "hidden_norm": "hnorm"}
+    table = {ours: norm_spec(D, prefix + name) for ours, name in names.items()}
+    linear_specs(table, "fc", 2 * D, D, ("features", "embed"), f"{prefix}eh_proj")
+    table["norm"] = norm_spec(D, f"{prefix}shared_head.norm")
     if config.has_own_embed:
-        table["embed"] = ParamSpec((V, D), ("vocab", "embed"), prefix + "embed_tokens.weight")
+        table["embed"] = ParamSpec((V, D), ("vocab", "embed"), f"{prefix}embed_tokens.weight")
     if config.has_own_head:
-        table["head"] = ParamSpec(
-            (D, V), ("embed", "vocab"), prefix + "shared_head.head.weight", is_linear=True
-        )
+        linear_specs(table, "head", D, V, ("embed", "vocab"), f"{prefix}shared_head.head")
     (layer,) = family_of(config.layer).layer_tables(config.layer)
     return table | layer
 
@@ -252,31 +237,35 @@ def unembed(
     return jnp.where(jnp.arange(logits.shape[-1]) <= target.last_id, logits, -jnp.inf)
 
 
-def _common(config: MtpConfig) -> dict[str, Any]:
-    """The fields that ``Head`` and ``Modules`` share."""
+def mtp_head(config: MtpConfig, target: Model, index: int = 0) -> Head:
+    """Returns the functions of a module.
+
+    Args:
+      config: the modules' shape.
+      target: the model that they draft for.
+      index: which module, from 0.
+    """
     (kind,) = layer_kinds(config.layer)
-    return dict(
+
+    def init_cache(params, batch, slots):
+        dtype = params["head"]["0"]["fc"].dtype
+        return kind.init_cache(config.layer, batch, slots, dtype, config.num_modules)
+
+    def feed(params, state, tokens, cache, window_offset, window_mask):
+        window = {"window_offset": window_offset, "window_mask": window_mask}
+        return forward(params, state, tokens, cache, config=config, index=index, **window)
+
+    return Head(
         name=config.name,
         vocab_size=config.target_vocab_size,
         max_length=config.max_length,
         taps=config.taps,
         width=config.layer.hidden_size,
-        init_cache=lambda params, batch, slots: kind.init_cache(
-            config.layer, batch, slots, params["head"]["0"]["fc"].dtype, config.num_modules
-        ),
-    )
-
-
-def mtp_head(config: MtpConfig, target: Model) -> Head:
-    """Returns the functions of one module that drafts every step, for the target's ``Model``."""
-    return Head(
-        **_common(config),
+        init_cache=init_cache,
         join=lambda params, features: features,
-        feed=lambda params, state, tokens, cache, offset, mask: forward(
-            params, state, tokens, cache, config=config, window_offset=offset, window_mask=mask
-        ),
-        recycle=functools.partial(recycle, config=config),
-        unembed=functools.partial(unembed, config=config, target=target),
+        feed=feed,
+        recycle=functools.partial(recycle, config=config, index=index),
+        unembed=functools.partial(unembed, config=config, target=target, index=index),
     )
 
 
@@ -304,15 +293,4 @@ def mtp(config: MtpConfig, target: Model, tree: AnyTree | None = None) -> Drafte
             "sequential modules draft chains; leave the tree out, or read the modules with "
             "protocol='recycled'"
         )
-    modules = Modules(
-        **_common(config),
-        num_modules=config.num_modules,
-        feed=lambda params, index, state, tokens, cache: forward(
-            params, state, tokens, cache, config=config, index=index
-        ),
-        recycle=lambda params, index, x: recycle(params, x, config=config, index=index),
-        unembed=lambda params, index, x: unembed(
-            params, x, config=config, target=target, index=index
-        ),
-    )
-    return sequential_drafter(modules)
+    return sequential_drafter([mtp_head(config, target, i) for i in range(config.num_modules)])

@@ -32,8 +32,11 @@ from support.tiny_models import (
     random_tensor,
 )
 
+from spec_jax.config import SpeculativeConfig
 from spec_jax.drafters.mtp.model import MtpConfig, recycle
+from spec_jax.engine.build import make_drafter
 from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedHead
 from spec_jax.models.families import registry
 
 
@@ -79,10 +82,15 @@ def test_more_drafts_than_modules_are_refused_where_they_are_asked_for():
     state = prefill(system, params, 8)
     with pytest.raises(ConfigError, match=message):
         run(system._replace(num_draft=4), params, state, 1)
+
+    def make(name, num_draft):
+        head = LoadedHead("modules", CONFIGS[name], params["draft"]["head"])
+        return make_drafter(SpeculativeConfig("mtp", num_draft), system.target, head)
+
     with pytest.raises(ConfigError, match=message):
-        config.check_num_draft(4)
-    config.check_num_draft(3)
-    CONFIGS["recycled"].check_num_draft(9)
+        make("sequential", 4)
+    make("sequential", 3)
+    make("recycled", 9)
 
 
 DEEPSEEK_LAYER = functools.partial(dataclasses.replace, DEEPSEEK)
