@@ -58,15 +58,17 @@ _NOT_STATED = ("layer", "attention", "tie_word_embeddings")  # a head's layers t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """A project's convention for the tensors of a head; subclasses add what else differs.
+    """A project's convention for the heads of a kind; subclasses add what else differs.
 
     Attributes:
+      architecture: in config.json; None: that of the family of the head's layers.
       layer: how the names of a layer's tensors begin, in place of "model.layers.{i}.".
       names: whole names of tensors that the table of the kind names otherwise, by our names
         without numbers.
       is_after: modules are numbered on from the target's layers.
     """
 
+    architecture: str | None = None
     layer: str = "layers.{i}."
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_after: bool = False
@@ -116,11 +118,13 @@ class End(NamedTuple):
       stored: the names of the copies.
       weight: its name among the target's parameters, "embed" or "head".
       field: of the config, true if the head has one of its own; "": it cannot.
+      is_copied: files are written with copies.
     """
 
     stored: tuple[str, ...]
     weight: str
     field: str = ""
+    is_copied: bool = False
 
 
 @dataclasses.dataclass
@@ -207,7 +211,7 @@ class HeadFormats:
     """How the heads of some kinds lie in files; a subclass for each family of kinds.
 
     Attributes:
-      known: all formats by name.
+      known: by the name of a kind the formats that can hold its heads, the preferred one first.
       fields: of the configs, in the order in which they are read.
       inner: the objects of config.json in which keys may stand instead of at the top.
       doubts: notes on what loaders of a format disagree about, by format, field and the stated
@@ -216,7 +220,7 @@ class HeadFormats:
       tolerance: relative and absolute, within which a tensor is a copy of an end of the target.
     """
 
-    known: Mapping[str, Format]
+    known: Mapping[str, Mapping[str, Format]]
     fields: tuple[Field, ...]
     inner: tuple[str, ...] = ()
     doubts: Mapping[tuple[str, str, Any], str] = {}
@@ -227,11 +231,11 @@ class HeadFormats:
 
     def formats(self, config: Any) -> Mapping[str, Format]:
         """Returns the formats that can hold a head, the preferred one first."""
-        raise NotImplementedError
+        return self.known[config.name]
 
     def column(self, config: Any, format: str) -> Format:
-        """Returns the format of a name, for a head that is read or written."""
-        return self.formats(config).get(format, self.known[format])
+        """Returns the format of a name; one that cannot hold the head is read by usual names."""
+        return self.formats(config).get(format, Format())
 
     def find(self, reading: Reading) -> tuple[str, type]:
         """Returns the name of the format of a directory, and the class of its config.
@@ -320,9 +324,6 @@ class HeadFormats:
         whole = Tensor(weight.shape, weight.dtype, parts.__getitem__)
         return "the target's", whole, weight.sharding, is_linear
 
-    def check_shapes(self, reading: Reading) -> None:
-        """Raises a WeightsError if the tensors' shapes say more than that they do not fit."""
-
     def sizes(self, config: Any, spec: ParamSpec) -> dict[str, int]:
         """Returns the integers of config.json that sizes of a weight may come from, by key."""
         return integers_of(config.layer)
@@ -340,10 +341,6 @@ class HeadFormats:
           params: its weights.
         """
         return {}
-
-    def copies(self, config: Any, format: str) -> bool:
-        """Whether files of a format hold copies of the ends that a head shares."""
-        return False
 
     # ------------------------------------------------------------------------------ reading
 
@@ -419,7 +416,6 @@ class HeadFormats:
         with naming(file):
             reading.config = self.config_of(reading)
         reading.tensors = StrictReader(directory, self.source(reading))
-        self.check_shapes(reading)
         return reading
 
     def weights(self, reading: Reading, config: Any, dtype: DTypeLike) -> dict[str, Tensor]:
@@ -617,11 +613,10 @@ class HeadFormats:
                 value = list(value) if isinstance(value, tuple) else value
                 (hf.setdefault(place, {}) if place else hf)[field.key] = value
         hf = self.to_json(config, format, target, num_draft, hf)
-        stored = self.names(config, format, target.config.num_hidden_layers).values()
+        num_layers = target.config.num_hidden_layers
+        stored = self.names(config, format, num_layers).values()
         names = {name.replace("{e}", "0") for name, _ in stored}
-        fields = {
-            end.field for end in self.ends(config, format, target.config.num_hidden_layers)
-        } - {""}
+        fields = [end.field for end in self.ends(config, format, num_layers) if end.field]
         ends = {field: getattr(config, field) for field in fields}  # decided by the tensors
         read = self.config_of(Reading(hf, names, target.config, ends))
         for name, value, other in differences(self.as_format(config, format), read):
@@ -680,16 +675,13 @@ class HeadFormats:
         format = self.pick(config, target, format, num_speculative_tokens)
         hf = self.json(config, format, target, num_speculative_tokens)
         registry.kind_of(config).head.check_params(config, params, "")
-        first = next(iter(self.names(config, format, target.config.num_hidden_layers)))
+        num_layers = target.config.num_hidden_layers
+        first = next(iter(self.names(config, format, num_layers)))
         dtype = jnp.dtype(_weight(params, first).dtype if dtype is None else dtype)
-        tensors = dict(self.stored(config, params, format, target.config.num_hidden_layers, dtype))
+        tensors = dict(self.stored(config, params, format, num_layers, dtype))
         tensors |= self.beside(config, format, params)
-        for end in (
-            self.ends(config, format, target.config.num_hidden_layers)
-            if self.copies(config, format)
-            else ()
-        ):
-            if not getattr(config, end.field, False):
+        for end in self.ends(config, format, num_layers):
+            if end.is_copied and not getattr(config, end.field, False):
                 weight, is_linear = _end(target, end.weight)
                 spec = ParamSpec(weight.shape, (), "", is_linear)
                 tensors |= {name: as_stored(weight, spec, dtype) for name in end.stored}

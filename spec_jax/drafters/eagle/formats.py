@@ -1,7 +1,7 @@
 """The checkpoint formats of EAGLE heads.
 
 The same key means different things in different projects, and some keys are left out. ``FORMATS``,
-``PARALLEL``, ``FIELDS`` and ``DOUBTS`` hold what differs. Three keys are used by this project
+``FIELDS`` and ``DOUBTS`` hold what differs. Three keys are used by this project
 alone: ``own_embed``; ``taps``, the states before the layers of these numbers; and ``max_draft`` of
 P-EAGLE. EAGLE's own loader knows none of the norms that are optional in ``EagleConfig``, no bias,
 and no states other than the usual three; the format "EAGLE-3" writes them for other loaders.
@@ -11,8 +11,7 @@ Source: the loaders of SafeAILab/EAGLE, SpecForge, SGLang, vLLM and vllm-project
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -48,40 +47,18 @@ _USES_IDS = "use_aux_hidden_state"
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")  # of speculators, vLLM, and PARD
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleFormat(Format):
-    """A project's convention for the files of a head.
-
-    Attributes:
-      version: the version of EAGLE.
-      architecture: in config.json; None means the architecture of the layer's family.
-    """
-
-    version: int = 3
-    architecture: str | None = None
-
-
-FORMATS = {  # of each version, the preferred one first
-    EAGLE_1: EagleFormat(version=1),
-    SPECFORGE: EagleFormat(layer="midlayer.", architecture="LlamaForCausalLMEagle3"),
-    EAGLE_3: EagleFormat(layer="midlayer."),
-    SPECULATORS: EagleFormat(architecture="Eagle3Speculator"),
+FORMATS = {
+    "eagle-1": {EAGLE_1: Format()},
+    "eagle-3": {
+        SPECFORGE: Format(layer="midlayer.", architecture="LlamaForCausalLMEagle3"),
+        EAGLE_3: Format(layer="midlayer."),
+        SPECULATORS: Format(architecture="Eagle3Speculator"),
+    },
+    "p-eagle": {
+        SPECFORGE: Format(architecture="PEagleDraftModel"),
+        SPECULATORS: Format(architecture="PEagleSpeculator"),
+    },
 }
-PARALLEL = {  # the same of P-EAGLE
-    SPECFORGE: EagleFormat(architecture="PEagleDraftModel"),
-    SPECULATORS: EagleFormat(architecture="PEagleSpeculator"),
-}
-
-
-def formats_of(version: int, is_parallel: bool = False) -> tuple[str, ...]:
-    """Returns the names of the formats of a version of EAGLE, the preferred one first.
-
-    Args:
-      version: of EAGLE.
-      is_parallel: those of P-EAGLE, which extends version 3.
-    """
-    known = PARALLEL if is_parallel else FORMATS
-    return tuple(name for name, fmt in known.items() if fmt.version == version)
 
 
 def _if_stored(key: str, tensor: str) -> Callable[[Reading], tuple[bool, str]]:
@@ -212,10 +189,6 @@ class EagleFormats(HeadFormats):
     inner = ("eagle_config",)
     doubts = DOUBTS
 
-    def formats(self, config: EagleConfig) -> Mapping[str, EagleFormat]:
-        known = PARALLEL if config.is_parallel else FORMATS
-        return {name: known[name] for name in formats_of(config.version, config.is_parallel)}
-
     def find(self, reading: Reading) -> tuple[str, type]:
         hf, names = reading.hf, reading.names
         if "fc.weight" not in names:
@@ -237,7 +210,8 @@ class EagleFormats(HeadFormats):
         if not any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in names):
             return EAGLE_1, cls
         listed = hf.get("architectures")
-        is_specforge = isinstance(listed, list) and FORMATS[SPECFORGE].architecture in listed
+        name = FORMATS["eagle-3"][SPECFORGE].architecture
+        is_specforge = isinstance(listed, list) and name in listed
         return SPECFORGE if is_specforge or "eagle_config" in hf else EAGLE_3, cls
 
     def settled(self, reading: Reading) -> dict[str, Any]:
@@ -275,10 +249,11 @@ class EagleFormats(HeadFormats):
             note = "config.json has no rope_theta; 10000 is assumed, whatever the target's is."
             reading.notes.append(note)
         layer = ModelConfig.from_hf({**layer, "tie_word_embeddings": False})
-        return {"layer": layer, "version": FORMATS[reading.format].version}
+        return {"layer": layer, "version": 1 if reading.format == EAGLE_1 else 3}
 
-    def check_shapes(self, reading: Reading) -> None:
-        shape = reading.tensors.tensor("fc.weight").shape
+    def source(self, reading: Reading) -> Any:
+        files = super().source(reading)
+        shape = files.tensor("fc.weight").shape
         config = reading.config
         width = config.target_hidden_size
         taps = config.taps
@@ -288,9 +263,12 @@ class EagleFormats(HeadFormats):
                 f"{reading.directory}: fc.weight takes {shape[1]} features, {states} states of the "
                 f"target's width {width}; taps {taps} are {len(taps)} states"
             )
+        return files
 
     def ends(self, config: EagleConfig, format: str, num_layers: int) -> tuple[End, ...]:
-        return (End((_EMBED,), "embed", "own_embed"),)
+        # Else the package of speculators may keep memory that is not set.
+        is_copied = format == SPECULATORS or config.is_parallel
+        return (End((_EMBED,), "embed", "own_embed", is_copied),)
 
     def more(self, reading: Reading) -> dict[str, Tensor]:
         """``{"d2t": i32[U]}``, or nothing where the vocabularies are equal."""
@@ -318,10 +296,6 @@ class EagleFormats(HeadFormats):
         d2t = on_host(params.get("d2t", np.zeros(U, np.int32)))  # offsets from draft ids
         t2d = np.isin(np.arange(V), np.arange(U) + d2t)  # which ids can be drafted
         return {"d2t": check_offsets(d2t, t2d, V).astype(np.int64), "t2d": t2d}
-
-    def copies(self, config: EagleConfig, format: str) -> bool:
-        """In speculators' files, whose package may keep unset memory otherwise, and P-EAGLE's."""
-        return format == SPECULATORS or config.is_parallel
 
     def check(self, config: EagleConfig, format: str, target: ModelConfig) -> None:
         layer = config.layer

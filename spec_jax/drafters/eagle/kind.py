@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.contracts import Drafter, Model
 from spec_jax.drafters.eagle import model, parallel
-from spec_jax.drafters.eagle.formats import EAGLE_FORMATS, formats_of, has_masks
+from spec_jax.drafters.eagle.formats import EAGLE_FORMATS, FORMATS, has_masks
 from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
 from spec_jax.drafters.registry import (
     DrafterKind,
@@ -29,6 +30,7 @@ _BLOCK_KEYS = {"dflash_config", "block_size", "parallel_drafting", "mask_token_i
 _BLOCK_KEYS |= {"pard_token"}
 _BLOCK_TENSORS = {"hidden_norm.weight", "mask_hidden"}
 _JOIN = ("fc*", "input_norm")
+_OPTIONS = ("draft_vocab_size", "taps")
 _NORMS = ("norm_before_residual", "fc_norm", "norm_output")  # EAGLE-3.1 has the last two
 
 
@@ -77,29 +79,18 @@ def _objective(name: str):
 
 def _training(
     name: str,
-    version: int,
+    heads: str,
+    new: Callable[..., EagleConfig],
     *options: str,
-    config_class: type[EagleConfig] = EagleConfig,
     sizes: tuple[str, ...] = (),
 ) -> Training:
     return Training(
         objective=functools.partial(_objective, name),
-        new=functools.partial(config_class.of_target, version=version),
+        new=new,
         options=(*options, *sizes),
         sizes=sizes,
-        formats=formats_of(version, config_class.is_parallel),
-        trains=lambda config: config.version == version,
-    )
-
-
-def _head(config_class: type[EagleConfig], functions=None) -> HeadSpec:
-    return HeadSpec(
-        config_class=config_class,
-        table=model.head_table,
-        functions=functions,
-        init=model.init_head,
-        check=model.check_head,
-        has_panels=lambda config: family_of(config.layer).has_panels,
+        formats=tuple(FORMATS[heads]),
+        trains=lambda config: config.name == heads,
     )
 
 
@@ -109,28 +100,36 @@ EAGLE = DrafterKind(
         drafter=lambda draft, target, config: model.eagle(draft.config, target, config.tree_shape),
         passes=_passes,
     ),
-    head=_head(EagleConfig, model.eagle_head),
+    head=HeadSpec(
+        config_class=EagleConfig,
+        table=model.head_table,
+        functions=model.eagle_head,
+        init=model.init_head,
+        check=model.check_head,
+        has_panels=lambda config: family_of(config.layer).has_panels,
+    ),
     format=EAGLE_FORMATS.draft_format(is_eagle),
     training={
-        "eagle1": _training("eagle1", 1),
-        "eagle3": _training("eagle3", 3, "draft_vocab_size", "taps", *_NORMS),
+        "eagle1": _training(
+            "eagle1", "eagle-1", functools.partial(EagleConfig.of_target, version=1)
+        ),
+        "eagle3": _training("eagle3", "eagle-3", EagleConfig.of_target, *_OPTIONS, *_NORMS),
     },
 )
 
 PEAGLE = DrafterKind(
     name="peagle",
     drafting=Drafting(drafter=_parallel_drafter, passes=_parallel_passes),
-    head=_head(PEagleConfig),
+    head=dataclasses.replace(EAGLE.head, config_class=PEagleConfig, functions=None),
     format=EAGLE_FORMATS.draft_format(lambda hf, names: has_masks(names)),
     training={
         "peagle": _training(
             "peagle",
-            3,
-            "draft_vocab_size",
-            "taps",
+            "p-eagle",
+            PEagleConfig.of_target,
+            *_OPTIONS,
             "max_draft",
             *_NORMS[:2],
-            config_class=PEagleConfig,
             sizes=("num_layers",),
         )
     },

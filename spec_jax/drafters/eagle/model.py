@@ -222,7 +222,7 @@ def head_table(config: EagleConfig) -> dict[str, Any]:
     """Returns the weights of a head by name; if U < V there is also ``d2t``, i32[U].
 
     The first layer's are apart from those of the layers after it. In a checkpoint, of the former
-    "model.layers.{i}." is the prefix of its format, see ``EagleFormat``.
+    "model.layers.{i}." is the prefix of its format, see ``formats``.
     """
     D = config.layer.hidden_size
     Dt = config.target_hidden_size
