@@ -52,6 +52,7 @@ from spec_jax.decoding.state import Chunk, DecodeState, System
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh, use_mesh
+from spec_jax.models.checks import require
 from spec_jax.overlap import pearl
 from spec_jax.overlap.pearl import DraftSide, Verified
 from spec_jax.sharding import place_state
@@ -84,12 +85,12 @@ class Devices:
     def __post_init__(self):
         for name in ("draft", "target"):
             side = getattr(self, name)
-            if not isinstance(side, Side):
+            if isinstance(side, Mesh):
+                to_mesh(side)
+            elif not isinstance(side, jax.Device):
                 raise ConfigError(
                     f"the {name}'s devices are {side!r}; expected a device, or a Mesh of several"
                 )
-            if isinstance(side, Mesh):
-                to_mesh(side)
 
     @property
     def shared(self) -> set[jax.Device]:
@@ -147,32 +148,25 @@ def check(system: System) -> None:
     Raises:
       ConfigError: it cannot.
     """
-    drafter = f"drafter {system.drafter.name!r}"
-    cannot = f"{drafter} cannot be overlapped: it "
-    refused = {
-        "the target cannot forget rejected drafts, so nothing is drafted for it": (
-            not system.target.can_rewind
-        ),
-        f"{cannot}reads the target's states, which are not there when it runs ahead": (
-            system.drafter.taps
-        ),
-        f"{cannot}drafts trees, and what runs ahead is a chain": system.drafter.tree is not None,
-        f"{cannot}has no `rewind` to forget a block that is dropped": (
-            system.drafter.rewind is None
-        ),
-        f"{cannot}drafts nothing": system.num_draft == 0,
-        f"{drafter} drafts from earlier outputs, which overlapped drafting supports only under "
-        "'greedy' and 'match'; take one of these, or suffix_history_tokens=0": (
-            system.needs_update_counts
-        ),
+    drafter = system.drafter
+    can_rewind = system.target.can_rewind
+    require(can_rewind, "the target cannot forget rejected drafts, so nothing is drafted for it")
+    cannot = f"drafter {drafter.name!r} cannot be overlapped: it"
+    require(not drafter.taps, f"{cannot} reads the target's states, which are not there yet")
+    require(drafter.tree is None, f"{cannot} drafts trees, and what runs ahead is a chain")
+    has_rewind = drafter.rewind is not None
+    require(has_rewind, f"{cannot} has no `rewind` to forget a block that is dropped")
+    require(system.num_draft > 0, f"{cannot} drafts nothing")
+    require(
+        not system.needs_update_counts,
+        f"drafter {drafter.name!r} drafts from earlier outputs, which overlapped drafting supports "
+        "only under 'greedy' and 'match'; take one of these, or suffix_history_tokens=0",
+    )
+    require(
+        not system.rule.is_joint,
         f"rule {system.rule.name!r} looks at drafts past the first rejection, which have no "
-        "scores yet when drafting is overlapped: take 'greedy', 'residual' or 'match'": (
-            system.rule.is_joint
-        ),
-    }
-    for reason, is_refused in refused.items():
-        if is_refused:
-            raise ConfigError(reason)
+        "scores yet when drafting is overlapped: take 'greedy', 'residual' or 'match'",
+    )
 
 
 class _Side:
@@ -274,15 +268,9 @@ class Overlap:
         # On a CPU a small program runs in the thread that calls it: the draft gets its own.
         with ThreadPoolExecutor(1, "draft") as worker:
             while tick - begin < int(max_rounds) and num_active >= max(1, int(min_active)):
-                draft_ahead = functools.partial(pearl.draft_ahead, system=system)
-                drafting = worker.submit(
-                    contextvars.copy_context().run,
-                    self._draft.run,
-                    draft_ahead,
-                    draft_params,
-                    side,
-                    outcome,
-                )
+                context = contextvars.copy_context()
+                drafted = (pearl.draft_ahead, draft_params, side, outcome)
+                drafting = worker.submit(context.run, self._draft.run, *drafted, system=system)
                 state, logits, features = self._target.run(
                     pearl.score_ahead, target_params, state, ahead.tokens, system=alone
                 )
