@@ -27,6 +27,7 @@ from spec_jax.meshes import mesh_of
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.progress import Progress, is_watched
 from spec_jax.show import plots
+from spec_jax.train.log import Lines
 from spec_jax.train.loop import train_loop
 from spec_jax.train.means import report
 from spec_jax.train.objective import Batch, Objective, target_view
@@ -256,7 +257,7 @@ def fit_head(
 
     is_shown = is_watched() if has_progress is None else has_progress
     with Progress(steps, "training", every_s=5.0) if is_shown else nullcontext() as bar:
-        log = _Lines(bar)
+        log = Lines(bar)
         log.write(0, **({} if evaluate is None else evaluated(state)))
         state, _ = train_loop(
             state,
@@ -273,25 +274,3 @@ def fit_head(
         )
     params = {**state.params, **constants}
     return Fitted(dataclasses.replace(head, name="trained head", params=params), log.lines)
-
-
-class _Lines:
-    """The figures of every step, and the bar that shows the steps done; see ``loop.Lines``."""
-
-    def __init__(self, bar: Progress | None):
-        self.lines: list[dict[str, Any]] = []
-        self._bar = bar
-
-    def write(self, step: int, **figures: Any) -> None:
-        if not self.lines or self.lines[-1]["step"] != step:
-            self.lines.append({"step": step})
-        self.lines[-1] |= figures
-
-    def advance(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.step(f"loss {self.lines[-1]['loss']:.3g}")
-
-    def begin(self, step: int) -> None:
-        pass
-
-    now = say = begin

@@ -7,6 +7,7 @@ import json
 import pathlib
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,51 @@ def flatten(figures: Mapping[str, object]) -> dict[str, float]:
     return flat
 
 
-class Log:
+class Lines:
+    """Keeps the figures of a run by step, in memory, and shows how far it is.
+
+    Args:
+      progress: Counts the steps; None shows nothing.
+    """
+
+    def __init__(self, progress: Progress | None):
+        self.lines: list[dict[str, Any]] = []
+        self.progress = progress
+
+    def write(self, step: int, **figures: Any) -> None:
+        """Adds figures to those of a step.
+
+        Args:
+          step: The number of steps done.
+          **figures: By name.
+        """
+        if not self.lines or self.lines[-1]["step"] != step:
+            self.lines.append({"step": step})
+        self.lines[-1] |= figures
+
+    def advance(self, step: int) -> None:
+        """Shows that a step is done, whose figures were written."""
+        if self.progress is not None:
+            text = f"loss {self.lines[-1]['loss']:.3g}"
+            self.progress.step(text, step - self.progress.num_done)
+
+    def begin(self, step: int) -> None:
+        """Counts time from here: the time left is estimated from the steps after ``step``."""
+        if self.progress is not None:
+            self.progress.begin(step)
+
+    def now(self, text: str) -> None:
+        """Shows what is running, until the next figures."""
+        if self.progress is not None:
+            self.progress.now(text)
+
+    def say(self, text: str) -> None:
+        """Prints a line without breaking the bar."""
+        if self.progress is not None:
+            self.progress.say(text)
+
+
+class Log(Lines):
     """Writes figures by step to metrics.jsonl, to tensorboard/ and to the screen.
 
     A resumed run drops the lines that were written after its checkpoint and writes them again;
@@ -48,8 +93,9 @@ class Log:
     def __init__(self, folder: pathlib.Path, first_step: int, num_steps: int):
         self._path = folder / "metrics.jsonl"
         self._before_s = 0.0
-        self._is_writer = processes.is_writer()
-        if not self._is_writer:
+        self._shown: dict[str, float] = {}
+        if not processes.is_writer():
+            super().__init__(None)
             return
         from tensorboardX import SummaryWriter  # imports protobuf, so only when a run begins
 
@@ -60,8 +106,7 @@ class Log:
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         purge = {"purge_step": first_step + 1} if first_step else {}
         self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
-        self._progress = Progress(num_steps, "training", num_done=first_step)
-        self._shown: dict[str, float] = {}
+        super().__init__(Progress(num_steps, "training", num_done=first_step))
 
     def write(self, step: int, **figures: object) -> None:
         """Writes the figures of a step, and prints them if there is no terminal for a bar.
@@ -73,7 +118,7 @@ class Log:
         Raises:
           TrainingError: metrics.jsonl could not be written.
         """
-        if not self._is_writer:
+        if self.progress is None:
             return
         cpu_s = self._before_s + time.process_time()
         figures = {"step": step, **flatten(figures), "cpu_s": round(cpu_s, 1)}
@@ -88,37 +133,22 @@ class Log:
         for name, value in figures.items():
             if name != "step":
                 self._board.add_scalar(name, value, step)
-        if not self._progress.is_bar:
+        if not self.progress.is_bar:
             line = " ".join(f"{k}={_short(v)}" for k, v in figures.items())
-            self._progress.say(line + self._progress.left(step))
+            self.progress.say(line + self.progress.left(step))
         self._shown |= {k: v for k, v in figures.items() if k in ("loss", "tok_s", "tau")}
-
-    def begin(self, step: int) -> None:
-        """Counts time from here: the time left is estimated from the steps after ``step``."""
-        if self._is_writer:
-            self._progress.begin(step)
-
-    def now(self, text: str) -> None:
-        """Says what is running, until the next figures."""
-        if self._is_writer:
-            self._progress.now(text)
 
     def advance(self, step: int) -> None:
         """Moves the bar to a step. Without a terminal there is none, and ``write`` prints."""
-        if self._is_writer and self._progress.is_bar:
+        if self.progress is not None and self.progress.is_bar:
             text = ", ".join(f"{k}={_short(v)}" for k, v in self._shown.items())
-            self._progress.step(text, step - self._progress.num_done)
-
-    def say(self, text: str) -> None:
-        """Prints a line without breaking the bar."""
-        if self._is_writer:
-            self._progress.say(text)
+            self.progress.step(text, step - self.progress.num_done)
 
     def close(self) -> None:
         """Removes the bar and closes the TensorBoard file."""
-        if not self._is_writer:
+        if self.progress is None:
             return
-        self._progress.close()
+        self.progress.close()
         with contextlib.suppress(OSError):  # a full disk, which ``write`` has reported
             self._board.close()
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -17,29 +17,11 @@ from spec_jax import processes
 from spec_jax.compilation import NamedProgram, Timed
 from spec_jax.errors import TrainingError
 from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Lines
 from spec_jax.train.means import merge, report
 from spec_jax.train.step import TrainState
 
 _SAME_S = 0.5  # programs such as timeout send a Ctrl-C on, which then arrives twice
-
-
-class Lines(Protocol):
-    """Where a run's figures are written: a ``Log``, or what keeps them in memory."""
-
-    def begin(self, step: int) -> None:
-        """Counts time from here."""
-
-    def now(self, text: str) -> None:
-        """Says what is running."""
-
-    def write(self, step: int, **figures: Any) -> None:
-        """Takes the figures of a step, or of an evaluation after it."""
-
-    def advance(self, step: int) -> None:
-        """Says that a step is done, and written."""
-
-    def say(self, text: str) -> None:
-        """Shows a line."""
 
 
 class Preemption:
