@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +27,9 @@ class Checkpoints:
       folder: The folder of the checkpoints; it is created if it does not exist.
       keep: The number of newest states to keep.
 
+    Attributes:
+      best: The step and the figure of the best state, or None.
+
     Raises:
       TrainingError: The best checkpoint of an earlier run cannot be read.
     """
@@ -40,7 +44,7 @@ class Checkpoints:
             max_to_keep=1, best_fn=lambda figures: figures["figure"], best_mode="max"
         )
         self._best = ocp.CheckpointManager(self.folder / "best", options=options)
-        self._known = self._read_best()
+        self.best = self._read_best()
 
     def _read_best(self) -> tuple[int, float] | None:
         try:
@@ -71,11 +75,9 @@ class Checkpoints:
           TrainingError: This or an earlier state could not be written.
         """
 
-        def save():
+        with self._writing(f"the checkpoint of step {step}"):
             self._best.wait_until_finished()
             self._latest.save(step, args=ocp.args.StandardSave(state))
-
-        self._guarded(step, save)
 
     def save_best(self, step: int, state: Any, figure: float) -> bool:
         """Saves a state as the best one if its figure is higher than every earlier figure.
@@ -91,27 +93,19 @@ class Checkpoints:
         Raises:
           TrainingError: This or an earlier state could not be written.
         """
-        best = self._known
-        if math.isnan(figure) or (best is not None and (figure <= best[1] or step <= best[0])):
+        best_step, best = self.best or (-1, -math.inf)
+        if math.isnan(figure) or figure <= best or step <= best_step:
             return False
-
-        def save():
-            return self._best.save(
-                step, args=ocp.args.StandardSave(state), metrics={"figure": float(figure)}
-            )
-
-        self._guarded(step, save)
-        self._known = (step, float(figure))
+        with self._writing(f"the checkpoint of step {step}"):
+            metrics = {"figure": float(figure)}
+            self._best.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
+        self.best = (step, float(figure))
         return True
-
-    @property
-    def best(self) -> tuple[int, float] | None:
-        """The step and the figure of the best state, or None."""
-        return self._known
 
     def check(self) -> None:
         """Raises a TrainingError if a state could not be written in the background."""
-        self._guarded(None, lambda: None)
+        with self._writing():
+            pass
 
     def wait(self) -> None:
         """Waits until every state is written.
@@ -119,9 +113,9 @@ class Checkpoints:
         Raises:
           TrainingError: A state could not be written.
         """
-        self._guarded(
-            None, lambda: (self._latest.wait_until_finished(), self._best.wait_until_finished())
-        )
+        with self._writing():
+            self._latest.wait_until_finished()
+            self._best.wait_until_finished()
 
     def restore(self, state: Any, say: Callable[[str], object] = print) -> Any:
         """Returns the newest state that can be read, or ``state`` if nothing was saved.
@@ -181,13 +175,14 @@ class Checkpoints:
                 f"{self.folder}/best/{step} cannot be read: {_brief(error)}"
             ) from error
 
-    def _guarded(self, step: int | None, do) -> None:
+    @contextlib.contextmanager
+    def _writing(self, what: str = "a checkpoint") -> Iterator[None]:
+        """Raises a TrainingError for what fails in the block, or has failed in the background."""
         try:
             for manager in (self._latest, self._best):
                 manager.check_for_errors()
-            do()
+            yield
         except Exception as error:
-            what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
             whole = [int(p.name) for p in self._latest_path.glob("*") if p.name.isdigit()]
             raise TrainingError(
                 f"{what} could not be written to {self.folder}: {_brief(error)}. The last whole "
@@ -203,11 +198,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        try:
+        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
             self.close()
-        except Exception:
-            if error is None:
-                raise
 
 
 def _brief(error: Exception) -> str:
@@ -217,19 +209,17 @@ def _brief(error: Exception) -> str:
 def _read(manager: ocp.CheckpointManager, step: int, state: Any) -> Any:
     """Restores a state. Raises a ValueError if its shapes differ or a number is not finite."""
     found = manager.restore(step, args=ocp.args.StandardRestore(state))
-
-    def leaf(path, a, b):
+    are_finite = jax.device_get(jax.tree.map(_is_finite, found))
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    others = zip(jax.tree.leaves(state), jax.tree.leaves(are_finite), strict=True)
+    for (path, a), (b, is_finite) in zip(leaves, others, strict=True):
         name = jax.tree_util.keystr(path)
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(
                 f"{name} is {a.dtype}{list(a.shape)}; this run has {b.dtype}{list(b.shape)}"
             )
-
-    jax.tree_util.tree_map_with_path(leaf, found, state)
-    checks = jax.device_get(jax.tree.map(_is_finite, found))
-    for path, is_finite in jax.tree_util.tree_leaves_with_path(checks):
         if not is_finite:
-            raise ValueError(f"{jax.tree_util.keystr(path)} is not finite")
+            raise ValueError(f"{name} is not finite")
     return found
 
 
