@@ -6,13 +6,36 @@ token a + k. It sees the tokens before a alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
-from spec_jax.train.objective import row_keys
+from spec_jax.train.objective import Batch, row_keys
 
 SLOT_WEIGHTS = ("decay", "dpace")
+
+
+def choose_anchors(
+    batch: Batch, count: int, every: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what is to be predicted of windows, their anchors, and which of them count.
+
+    No block begins at a document's first token, or goes on there.
+
+    Args:
+      batch: the windows.
+      count: A, of anchors that are drawn, see ``draw_anchors``.
+      every: tokens between two anchors, for evaluation; None: they are drawn.
+
+    Returns:
+      bool[B,W], i32[B,A] and bool[B,A].
+    """
+    mask = batch.mask & (batch.place(0, batch.mask.shape[1]) > 0)
+    if every is None:
+        return mask, *draw_anchors(batch.key, mask, count)
+    return mask, *every_anchor(mask, every)
 
 
 def can_begin(mask: jax.Array) -> jax.Array:
@@ -50,17 +73,15 @@ def draw_anchors(key: jax.Array, mask: jax.Array, count: int) -> tuple[jax.Array
     _, anchors = jax.lax.top_k(order, min(count, mask.shape[1]))
     anchors = jnp.where(jnp.take_along_axis(is_open, anchors, axis=1), anchors, mask.shape[1])
     anchors = jnp.sort(anchors, axis=1)
-    return _kept(anchors, anchors < mask.shape[1])
+    is_kept = anchors < mask.shape[1]
+    return jnp.where(is_kept, anchors, 0), is_kept
 
 
 def every_anchor(mask: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
     """Returns the anchors at every ``step`` tokens from the second on, as ``draw_anchors`` does."""
     anchors = jnp.arange(1, mask.shape[1] - 1, step, dtype=jnp.int32)
     anchors = jnp.broadcast_to(anchors, (len(mask), len(anchors)))
-    return _kept(anchors, jnp.take_along_axis(can_begin(mask), anchors, axis=1))
-
-
-def _kept(anchors, is_kept):
+    is_kept = jnp.take_along_axis(can_begin(mask), anchors, axis=1)
     return jnp.where(is_kept, anchors, 0), is_kept
 
 
@@ -96,6 +117,20 @@ def counted(mask: jax.Array, anchors: jax.Array, is_kept: jax.Array, num_draft: 
     padded = jnp.pad(mask, ((0, 0), (0, num_draft)))
     counts = slots(padded, anchors, 1, num_draft) & is_kept[:, :, None]
     return jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
+
+
+def sum_slots(values: Any, counts: jax.Array) -> Any:
+    """Returns the sums f32[K] of arrays [B,A,K] over what counts.
+
+    Args:
+      values: a pytree of arrays.
+      counts: bool[B,A,K], see ``counted``.
+    """
+
+    def by_slot(x):
+        return jnp.where(counts, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
+
+    return jax.tree.map(by_slot, values)
 
 
 def chains(counts: jax.Array, is_right: jax.Array) -> tuple[jax.Array, jax.Array]:

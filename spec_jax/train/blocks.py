@@ -157,17 +157,20 @@ def origins(begins: jax.Array | None, anchors: jax.Array) -> jax.Array | int:
     return 0 if begins is None else jnp.take_along_axis(begins, anchors, axis=1)
 
 
-def map_anchors(at: Callable[..., jax.Array], anchors: jax.Array, size: int) -> jax.Array:
-    """Returns what ``at`` returns for anchors i32[B,A], as [K,B,A], some of them at a time.
+def map_places(at: Callable[..., jax.Array], tokens: jax.Array, size: int, layer: Any) -> jax.Array:
+    """Returns what is drafted at every place of texts, as [K,B,T], some anchors at a time.
 
     Args:
-      at: ``i32[B,a] -> [B,a,K]``.
-      anchors: i32[B,A].
-      size: a, see ``blocks_at_once``.
+      at: ``anchors i32[B,a] -> [B,a,K]``.
+      tokens: i32[B,T+2].
+      size: S.
+      layer: the config of the layers.
     """
-    found = jax.lax.map(at, cut_chunks(anchors, 1, size))  # [chunks,B,a,K]
-    found = found.transpose(3, 1, 0, 2)
-    return found.reshape(*found.shape[:2], -1)[:, :, : anchors.shape[1]]
+    T = tokens.shape[1] - 2
+    anchors = jnp.broadcast_to(jnp.arange(1, T + 1), (len(tokens), T))
+    chunks = cut_chunks(anchors, 1, blocks_at_once(tokens, anchors, size, layer))
+    drafts = jax.lax.map(at, chunks).transpose(3, 1, 0, 2)  # [K,B,chunks,a]
+    return drafts.reshape(*drafts.shape[:2], -1)[:, :, :T]
 
 
 def blocks_at_once(tokens: jax.Array, anchors: jax.Array, size: int, layer: Any) -> int:

@@ -122,20 +122,15 @@ class Objective(NamedTuple):
         loss = functools.partial(self.loss, config=config, model=model, **options)
 
         def run(params, batch, target, counts=None):
-            if counts is None:
-                return loss({**params, **constants}, batch, target)
-            return loss({**params, **constants}, batch, target, counts=counts)
+            given = {} if counts is None else {"counts": counts}
+            return loss({**params, **constants}, batch, target, **given)
 
         return run
 
     def split(self, params: Mapping[str, Any]) -> tuple[dict, dict]:
         """Splits a head's parameters into those that are trained and the constants."""
-
-        def is_constant(name):
-            return name in self.constants
-
-        trained = {name: w for name, w in params.items() if not is_constant(name)}
-        return trained, {name: w for name, w in params.items() if is_constant(name)}
+        trained = {name: w for name, w in params.items() if name not in self.constants}
+        return trained, {name: w for name, w in params.items() if name in self.constants}
 
 
 def target_view(

@@ -24,8 +24,8 @@ from spec_jax.drafters.block.steps import confidence_logits, normed, pair_scores
 from spec_jax.errors import ConfigError
 from spec_jax.models.layers import Window, embed_tokens, keys_values
 from spec_jax.sampling import top_k
-from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots, weigh_slots
-from spec_jax.train.blocks import Blocks, blocks_at_once, map_anchors, origins
+from spec_jax.train.anchors import chains, choose_anchors, counted, slots, sum_slots, weigh_slots
+from spec_jax.train.blocks import Blocks, blocks_at_once, map_places, origins
 from spec_jax.train.chunks import cut_chunks, sum_chunks
 from spec_jax.train.losses import cross_entropy, soft_cross_entropy, total_variation
 from spec_jax.train.means import Mean, loss_of
@@ -200,12 +200,8 @@ def block_loss(
       ConfigError: DFlash 2 has a ``target_weight``.
     """
     K = config.max_draft
-    # No block begins at a document's first token, or goes on there.
-    mask = batch.mask & (batch.place(0, batch.mask.shape[1]) > 0)
-    if has_every_anchor:
-        anchors, is_kept = every_anchor(mask, config.block_size)
-    else:
-        anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
+    every = config.block_size if has_every_anchor else None
+    mask, anchors, is_kept = choose_anchors(batch, num_anchors, every)
     has_confidence = getattr(config, "has_confidence", False)
     has_candidates = isinstance(config, DFlash2Config)
     if has_candidates and target_weight:
@@ -250,11 +246,7 @@ def block_loss(
             logit = confidence_logits(head, x, before, config)
             total += confidence_weight * (jnp.logaddexp(0.0, logit) - accepted * logit)
             sums["bias"] = jax.nn.sigmoid(logit) - accepted
-
-        def by_slot(x):
-            return jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
-
-        return by_slot(weights * total).sum(), (jax.tree.map(by_slot, sums), ())
+        return sum_slots(weights * total, is_counted).sum(), (sum_slots(sums, is_counted), ())
 
     size = blocks_at_once(batch.tokens, anchors, config.block_size, config.layer)
     blocks = cut_chunks(anchors, 1, size), cut_chunks(is_kept, 1, size)
@@ -279,17 +271,14 @@ def text_drafts(
     model: Model,
 ) -> jax.Array:
     """Returns the likeliest drafts at every place of a text, see ``Objective.drafts``."""
-    T = tokens.shape[1] - 2
     context = context_keys(params["head"], features, config)
-    anchors = jnp.broadcast_to(jnp.arange(1, T + 1), (len(tokens), T))
 
     def at(anchors):
         x = states_at(params, tokens, anchors, context, config)[:, :, :num_draft]
         before = slots(tokens, anchors, 0, num_draft)
         return jnp.argmax(scores_at(params, x, before, config, model)[1], axis=-1)
 
-    size = blocks_at_once(tokens, anchors, config.block_size, config.layer)
-    return map_anchors(at, anchors, size)
+    return map_places(at, tokens, config.block_size, config.layer)
 
 
 _LOSSES = {

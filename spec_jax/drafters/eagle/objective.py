@@ -25,8 +25,8 @@ from spec_jax.drafters.eagle.model import (
 from spec_jax.drafters.eagle.parallel import masked_pairs
 from spec_jax.errors import ConfigError
 from spec_jax.models.layers import constrain_logits
-from spec_jax.train.anchors import chains, counted, draw_anchors, every_anchor, slots
-from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, map_anchors, origins
+from spec_jax.train.anchors import chains, choose_anchors, counted, slots, sum_slots
+from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, map_places, origins
 from spec_jax.train.chunks import chain_loss, cut_chunks, sum_chunks
 from spec_jax.train.losses import make_divergence, soft_cross_entropy
 from spec_jax.train.means import Mean, loss_of, reciprocal
@@ -300,12 +300,8 @@ def peagle_loss(
     T = batch.tokens.shape[1] - 2
     if K is None:
         raise ConfigError("max_draft is None; a head is trained for a number of drafts")
-    # No chain of drafts begins at a document's first token, or goes on there.
-    mask = batch.mask & (batch.place(0, batch.mask.shape[1]) > 0)
-    if has_every_anchor:
-        anchors, is_kept = every_anchor(mask, K)
-    else:
-        anchors, is_kept = draw_anchors(batch.key, mask, num_anchors)
+    every = K if has_every_anchor else None
+    mask, anchors, is_kept = choose_anchors(batch, num_anchors, every)
     shares = jnp.maximum(decay ** jnp.arange(K), floor)
     shares = shares / shares.sum()
     params = {"head": head, "target": target}
@@ -336,14 +332,10 @@ def peagle_loss(
         losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
         is_right = is_counted & (drafts == slots(batch.tokens, anchors, 1, K))
         sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(is_counted, is_right)))}
-
-        def by_step(x):
-            return jnp.where(is_counted, x.astype(jnp.float32), 0.0).sum(axis=(0, 1))
-
-        sums = jax.tree.map(by_step, sums)
+        sums = sum_slots(sums, is_counted)
         return (weights * sums["loss"]).sum(), (sums, ())
 
-    trained = {name: w for name, w in head.items() if name not in PEAGLE.constants}
+    trained, _ = PEAGLE.split(head)
     size = blocks_at_once(batch.tokens, anchors, K, config.layer)
     rest = cut_chunks(anchors, 1, size), cut_chunks(is_counted, 1, size)
     others, sums, _ = sum_chunks(chunk, (trained, x, context), (), rest)
@@ -368,16 +360,13 @@ def parallel_drafts(
     model: Model,
 ) -> jax.Array:
     """Returns the likeliest drafts at every place of a text, see ``Objective.drafts``."""
-    T = tokens.shape[1] - 2
     x, context = true_pairs(params, features, tokens, config)
-    anchors = jnp.broadcast_to(jnp.arange(1, T + 1), (len(tokens), T))
 
     def at(anchors):
         states = states_at(params, x, context, anchors, num_draft, config)
         return jnp.argmax(eagle.unembed(params, states, config, model), axis=-1)
 
-    size = blocks_at_once(tokens, anchors, num_draft, config.layer)
-    return map_anchors(at, anchors, size)
+    return map_places(at, tokens, num_draft, config.layer)
 
 
 EAGLE1 = Objective("eagle1", eagle1_loss)
