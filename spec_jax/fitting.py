@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spec_jax.config.checks import check_integer
+from spec_jax.config.checks import check_integer, check_name
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import draft_ids
@@ -107,8 +107,7 @@ def new_head(
       ConfigError: the objective is unknown, an option does not fit, or the target has no config.
     """
     known = registry.objectives()
-    if objective not in known:
-        raise ConfigError(f"objective is {objective!r}; expected one of {', '.join(known)}")
+    check_name("objective", objective, known)
     if target.config is None:
         raise ConfigError(f"target {target.name} has no config, so there is nothing to tap")
     kind, training = known[objective]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check_name
 from spec_jax.train.objective import Batch, row_keys
 
 SLOT_WEIGHTS = ("decay", "dpace")
@@ -169,8 +169,7 @@ def weigh_slots(
     Raises:
       ConfigError: The kind is unknown.
     """
-    if kind not in SLOT_WEIGHTS:
-        raise ConfigError(f"slot_weights are {kind!r}; expected one of {', '.join(SLOT_WEIGHTS)}")
+    check_name("slot_weights", kind, SLOT_WEIGHTS)
     if kind == "decay":
         return counts * decay ** jnp.arange(counts.shape[-1], dtype=jnp.float32)
     smooth = jax.lax.stop_gradient((1 - floor) * label_probs + floor)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check_name
 
 
 def _float32(logits: jax.Array) -> jax.Array:
@@ -164,6 +164,5 @@ def make_divergence(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     Raises:
       ConfigError: The name is unknown.
     """
-    if name not in DIVERGENCES:
-        raise ConfigError(f"divergence is {name!r}; expected one of {', '.join(DIVERGENCES)}")
+    check_name("divergence", name, DIVERGENCES)
     return DIVERGENCES[name]

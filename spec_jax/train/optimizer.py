@@ -7,7 +7,7 @@ import functools
 import jax
 import optax
 
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check_name
 
 OPTIMIZERS = ("muon", "adamw")
 _NOT_INNER = ("embed", "head")  # matrices that AdamW updates beside Muon
@@ -72,8 +72,7 @@ def make_optimizer(
     Raises:
       ConfigError: The name is unknown.
     """
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is {name!r}; expected one of {', '.join(OPTIMIZERS)}")
+    check_name("optimizer", name, OPTIMIZERS)
     schedule = functools.partial(
         warmup_stable_decay, steps=steps, warmup=warmup, decay_share=decay_share
     )

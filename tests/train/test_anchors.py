@@ -73,5 +73,5 @@ def test_dpace_weights_are_those_of_the_hand_example():
     expected = [[[1.76, 0.96, 0.48], [1.28, 0.48, 0], [0, 0, 0]]]
     np.testing.assert_allclose(weigh(probs), expected, rtol=1e-6)
     assert not np.asarray(jax.grad(lambda p: weigh(p).sum())(probs)).any()
-    with pytest.raises(ConfigError, match="slot_weights are 'even'; expected one of decay, dpace"):
+    with pytest.raises(ConfigError, match="slot_weights is 'even'; expected one of decay, dpace"):
         anchors.weigh_slots("even", counts, probs, decay=1.0)

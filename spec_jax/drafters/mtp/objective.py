@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from spec_jax.config.checks import check_name
 from spec_jax.contracts import Model
 from spec_jax.drafters.mtp import model as mtp
 from spec_jax.drafters.mtp.model import MtpConfig, mtp_head
-from spec_jax.errors import ConfigError
 from spec_jax.train.chunks import chain_loss
 from spec_jax.train.losses import cross_entropy, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective
@@ -61,8 +61,7 @@ def mtp_loss(
     Raises:
       ConfigError: The labels are unknown.
     """
-    if labels not in LABELS:
-        raise ConfigError(f"labels are {labels!r}; expected one of {', '.join(LABELS)}")
+    check_name("labels", labels, LABELS)
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
     if config.protocol == "recycled":
