@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from spec_jax.config import METHODS
+from spec_jax.config.checks import check_name
 from spec_jax.contracts import Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.errors import ConfigError, did_you_mean
-from spec_jax.models.checks import shown
+from spec_jax.models.checks import require, shown
 from spec_jax.models.families import family_of
 from spec_jax.models.files import read_json
 from spec_jax.models.params import Params, check_weights, init_table, shapes_of
@@ -304,33 +305,28 @@ def register(kind: DrafterKind) -> DrafterKind:
     """
     drafting = kind.drafting
     head = kind.head
-    if drafting.draft not in _SOURCES:
-        raise ConfigError(f"draft is {drafting.draft!r}; expected one of {', '.join(_SOURCES)}")
-    if (head is not None) != (drafting.draft == "head"):
-        lacks = "a `head`, and drafts without one" if head else "no `head`, and drafts with one"
-        raise ConfigError(f"drafter kind {kind.name!r} has {lacks}: draft is {drafting.draft!r}")
-    if drafting.drafter is None and (head is None or head.functions is None):
-        raise ConfigError(
-            f"drafter kind {kind.name!r} has no `drafter`, and no `functions` of a head to make one"
-        )
-    if drafting.passes is None and drafting.draft != "none" and not (head and head.functions):
-        raise ConfigError(
-            f"drafter kind {kind.name!r} has no `passes`, which plans, timers and predicted "
-            "speed-ups read; only those of a head with `functions` are known"
-        )
+    this = f"drafter kind {kind.name!r}"
+    check_name("draft", drafting.draft, _SOURCES)
+    lacks = "a `head`, and drafts without one" if head else "no `head`, and drafts with one"
+    is_agreed = (head is not None) == (drafting.draft == "head")
+    require(is_agreed, f"{this} has {lacks}: draft is {drafting.draft!r}")
+    has_functions = head is not None and head.functions is not None
+    has_drafter = drafting.drafter is not None or has_functions
+    require(has_drafter, f"{this} has no `drafter`, and no `functions` of a head to make one")
+    require(
+        drafting.passes is not None or drafting.draft == "none" or has_functions,
+        f"{this} has no `passes`, which plans, timers and predicted speed-ups read; only those of "
+        "a head with `functions` are known",
+    )
     for other in _KINDS.values():
         if other.name == kind.name:
             continue
-        if head is not None and other.head and other.head.config_class is head.config_class:
-            raise ConfigError(
-                f"drafter kind {kind.name!r} has the config class of {other.name!r}, "
-                f"{head.config_class.__name__}; expected one of its own"
-            )
+        if head and other.head and other.head.config_class is head.config_class:
+            name = head.config_class.__name__
+            message = f"{this} has the config class of {other.name!r}, {name}"
+            raise ConfigError(f"{message}; expected one of its own")
         taken = sorted(set(kind.training) & set(other.training))
-        if taken:
-            raise ConfigError(
-                f"drafter kind {kind.name!r} has objectives of {other.name!r}: {', '.join(taken)}"
-            )
+        require(not taken, f"{this} has objectives of {other.name!r}: {', '.join(taken)}")
     METHODS[kind.name] = drafting.draft == "none"
     _KINDS[kind.name] = kind
     return kind
