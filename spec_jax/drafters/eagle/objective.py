@@ -140,19 +140,21 @@ def eagle3_loss(
     Returns:
       The loss, and its figures, see ``chain_loss``.
     """
-    T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
-    run = eagle_head(config, model)
-    features = batch.view.features
-    given = features, batch.tokens, num_steps, batch.begins
-    states = unroll(run, params, *given, is_remat=is_remat)
+    given = batch.view.features, batch.tokens, num_steps, batch.begins
+    states = unroll(eagle_head(config, model), params, *given, is_remat=is_remat)
     compare = _compare(head, target, config, model, divergence)
+    return _compare_chains(compare, head, states, batch, decay ** jnp.arange(num_steps), counts)
+
+
+def _compare_chains(compare, head, states, batch: Batch, shares, counts):
+    """``chain_loss`` of states dtype[K,B,T,D], by what ``_compare`` returns."""
+    T = states.shape[2]
 
     def measure(scored, states, hidden):
         return compare(scored, states, hidden[:, None])
 
     hidden = batch.view.hidden[:, 1 : 1 + T]
-    shares = decay ** jnp.arange(num_steps)
     over = counts and counts["tokens"]
     return chain_loss(measure, _scored(head), states, batch, hidden, shares, over)
 
@@ -297,7 +299,6 @@ def peagle_loss(
       ConfigError: The config does not say K.
     """
     K = config.max_draft
-    T = batch.tokens.shape[1] - 2
     if K is None:
         raise ConfigError("max_draft is None; a head is trained for a number of drafts")
     every = K if has_every_anchor else None
@@ -308,16 +309,7 @@ def peagle_loss(
     hidden = batch.view.hidden
     compare = _compare(head, target, config, model, divergence)
     x, context = true_pairs(params, batch.view.features, batch.tokens, config, batch.begins)
-    after = hidden[:, 1 : 1 + T]
-    loss, first = chain_loss(
-        lambda scored, states, hidden: compare(scored, states, hidden[:, None]),
-        _scored(head),
-        x[None],
-        batch,
-        after,
-        shares[:1],
-        counts and counts["tokens"],
-    )
+    loss, first = _compare_chains(compare, head, x[None], batch, shares[:1], counts)
     is_counted = counted(mask, anchors, is_kept, K)
     own = is_counted.sum(axis=(0, 1)).astype(jnp.float32)
     later = jnp.where(jnp.arange(K) > 0, shares, 0.0)

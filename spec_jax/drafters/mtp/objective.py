@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -64,11 +63,10 @@ def mtp_loss(
     check_name("labels", labels, LABELS)
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
+    modules = [mtp_head(config, model, i) for i in range(config.num_modules)]
     if config.protocol == "recycled":
-        run = mtp_head(config, model)
-        features = batch.view.features
-        given = features, batch.tokens, num_steps, batch.begins
-        states = unroll(run, params, *given, is_remat=is_remat)
+        given = batch.view.features, batch.tokens, num_steps, batch.begins
+        states = unroll(modules[0], params, *given, is_remat=is_remat)
     else:
         states = jnp.stack(_sequential_states(params, batch, config))
     is_soft = labels == "target"
@@ -78,11 +76,11 @@ def mtp_loss(
 
     def measure(scored, states, true):
         params = {"head": scored, "target": target}
-        score = functools.partial(mtp.unembed, params, config=config, target=model)
         if config.protocol == "recycled":
-            q = score(states)
+            q = modules[0].unembed(params, states)
         else:
-            q = jnp.stack([score(states[:, i], index=i) for i in range(K)], axis=1)
+            each = [one.unembed(params, states[:, i]) for i, one in enumerate(modules)]
+            q = jnp.stack(each, axis=1)
         draft = jnp.argmax(q, axis=-1)
         if is_soft:
             return soft_cross_entropy(model.unembed(target, true)[:, None], q), draft
