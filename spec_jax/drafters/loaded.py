@@ -16,6 +16,7 @@ from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh
+from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
 from spec_jax.models.params import Params, flat_table, head_counts, table_placement
@@ -180,12 +181,11 @@ class LoadedHead(ReprMixin):
             in the way.
           WeightsError: a weight is missing or has another shape.
         """
+        write = self.kind.format.write
+        message = f"{self.name} cannot be saved: its kind {self.method!r} has no `write`"
+        require(write is not None, message)
         options = {"dtype": dtype, "num_speculative_tokens": num_speculative_tokens}
-        if self.kind.format.write is None:
-            raise ConfigError(
-                f"{self.name} cannot be saved: its kind {self.method!r} has no `write`"
-            )
-        self.kind.format.write(self, pathlib.Path(directory), target, format=format, **options)
+        write(self, pathlib.Path(directory), target, format=format, **options)
 
 
 def head_of(draft: LoadedModel | LoadedHead, target: Model) -> Head | None:

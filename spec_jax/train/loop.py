@@ -43,11 +43,6 @@ class Preemption:
         self._asked_s = -math.inf
         self._old: dict[int, Any] = {}
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether the run was asked to save and end."""
-        return bool(self.asked_by)
-
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -192,7 +187,7 @@ def train_loop(
                 log.begin(done)
             figures.add(done, of_step, tokens_per_step(batch))
             is_last = done == num_steps
-            is_asked = preemption.is_asked
+            is_asked = bool(preemption.asked_by)
             is_due = time.monotonic() - saved_s > checkpoint_every_s
             if checkpoints is not None and processes.count() > 1:
                 is_agreed = done % log_every == 0 or is_last

@@ -23,6 +23,8 @@ from spec_jax.tree import AnyTree
 _CONTEXT = ("fc", "context_norm")
 _STEP = ("step.*", "confidence*")
 _BLOCK = ("attention_norm", "q", "q_*", "o", "o_*", "mlp_norm", "gate", "up", "down", "*_conv*")
+_NOT_CONTEXT = ("norm", *_STEP, *(f"layers.*.{name}" for name in _BLOCK))
+_LOOKED_UP = ("step.embed", "step.*cessor")  # tables of which a step reads rows
 
 
 def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[DraftPass, ...]:
@@ -31,29 +33,16 @@ def _passes(config: BlockConfig, num_draft: int, tree: AnyTree | None) -> tuple[
     TreeFlash's steps score what the block would: the target's output head is read once a draft.
     """
     levels = num_draft if tree is None else tree.depth
-    skipped_weights = ("norm", *_STEP, *(f"layers.*.{name}" for name in _BLOCK))
-    inject = DraftPass("refresh", levels + 1, 0, skipped_weights=skipped_weights, attends=False)
+    inject = DraftPass("refresh", levels + 1, 0, skipped_weights=_NOT_CONTEXT, attends=False)
     is_scored = isinstance(config, TreeFlashConfig)
+    skipped = (*_CONTEXT, *_STEP)
     scored = 0 if is_scored else levels
-    block = DraftPass(
-        "draft", config.block_width(levels), scored, skipped_weights=(*_CONTEXT, *_STEP)
-    )
+    block = DraftPass("draft", config.block_width(levels), scored, skipped_weights=skipped)
     if isinstance(config, DFlashConfig):
         return inject, block
-    skipped_weights = (
-        *_CONTEXT,
-        "norm",
-        "layers.*",
-        "step.embed",
-        "step.*cessor",
-    )  # rows are looked up
-    return (
-        inject,
-        block,
-        DraftPass(
-            "draft", 1, int(is_scored), levels, skipped_weights=skipped_weights, attends=False
-        ),
-    )
+    skipped = (*_CONTEXT, "norm", "layers.*", *_LOOKED_UP)
+    step = DraftPass("draft", 1, int(is_scored), levels, skipped_weights=skipped, attends=False)
+    return inject, block, step
 
 
 def _drafter(draft, target: Model, config: SpeculativeConfig) -> Drafter:

@@ -99,10 +99,7 @@ def check_offsets(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> n
 
 
 def _true_at(t2d: np.ndarray) -> np.ndarray:
-    is_mask = t2d.dtype == np.bool_ or (
-        np.issubdtype(t2d.dtype, np.integer) and np.isin(t2d, (0, 1)).all()
-    )
-    if not is_mask:
+    if t2d.dtype.kind not in "biu" or not np.isin(t2d, (0, 1)).all():
         raise WeightsError(f"t2d of dtype {t2d.dtype.name} is not a mask; expected booleans")
     return np.flatnonzero(t2d)
 

@@ -36,7 +36,7 @@ from spec_jax.models.layers import (
     rms_norm,
 )
 from spec_jax.models.params import check_weights, init_table, shapes_of
-from spec_jax.models.specs import ParamSpec
+from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 from spec_jax.sharding import constrain, pin_tpu_layout, shard_map_over
 from spec_jax.show.summary import short_repr
 from spec_jax.tree import AnyTree, check_children
@@ -158,8 +158,7 @@ class EagleConfig:
         if type(target) is not ModelConfig:  # a family whose config inherits: the head's is Llama's
             sizes = {f.name: getattr(target, f.name) for f in dataclasses.fields(ModelConfig)}
             target = ModelConfig(**sizes | {"model_type": "llama"})
-        unrolled = {"scan_layers": False} if target.scan_layers else {}
-        layer = dataclasses.replace(target, **size, **unrolled)
+        layer = dataclasses.replace(target, **size, scan_layers=False)
         taps = (L + 1,) if version == 1 else tuple(usual)
         values = {"layer": layer, "target_hidden_size": target.hidden_size, "taps": taps}
         return cls(version, **{**values, "target_vocab_size": V, **changes})
@@ -227,33 +226,28 @@ def head_table(config: EagleConfig) -> dict[str, Any]:
     D = config.layer.hidden_size
     Dt = config.target_hidden_size
     E = len(config.taps)
-
-    def norm(size, name):
-        return ParamSpec((size,), ("embed",), f"{name}.weight", init="ones")
-
     is_old = config.version == 1
     size_in = D + Dt if is_old else E * Dt
-    fc = ParamSpec((size_in, D), ("features", "embed"), "fc.weight", is_linear=True)
-    table: dict[str, Any] = {"fc": fc}
+    table: dict[str, Any] = {}
+    linear_specs(table, "fc", size_in, D, ("features", "embed"), "fc")
     if config.own_embed:
         size = (config.target_vocab_size, D)
         table["embed"] = ParamSpec(size, ("vocab", "embed"), "embed_tokens.weight")
     if config.fc_bias:
         table["fc_bias"] = ParamSpec((D,), ("embed",), "fc.bias", init="zeros")
     if config.fc_norm:
-        table |= {f"fc_norm_{i}": norm(Dt, f"fc_norm.{i}") for i in range(E)}
+        table |= {f"fc_norm_{i}": norm_spec(Dt, f"fc_norm.{i}") for i in range(E)}
     if config.norm_before_fc:
-        table["input_norm"] = norm(E * Dt, "input_norm")
+        table["input_norm"] = norm_spec(E * Dt, "input_norm")
     layer = layer_table(config.layer)
     del layer["attention_norm"]
     if not is_old:
         for name in ("q", "k", "v"):
             layer[name] = layer[name]._replace(shape=(2 * D, layer[name].shape[1]))
-        table["embed_norm"] = norm(D, "model.layers.{i}.input_layernorm")
-        table["hidden_norm"] = norm(D, "model.layers.{i}.hidden_norm")
-        table["norm"] = norm(D, "norm")
-        U = config.layer.vocab_size
-        table["head"] = ParamSpec((D, U), ("embed", "vocab"), "lm_head.weight", is_linear=True)
+        table["embed_norm"] = norm_spec(D, "model.layers.{i}.input_layernorm")
+        table["hidden_norm"] = norm_spec(D, "model.layers.{i}.hidden_norm")
+        table["norm"] = norm_spec(D, "norm")
+        linear_specs(table, "head", D, config.layer.vocab_size, ("embed", "vocab"), "lm_head")
     if config.is_parallel:
         axes = ("one", "one", "features")
         table["mask_hidden"] = ParamSpec((1, 1, size_in), axes, "mask_hidden")
