@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Self
 
+from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import is_integer, require, shown
 from spec_jax.models.config import ModelConfig
@@ -19,14 +20,13 @@ from spec_jax.show.summary import short_repr
 MARKOV_TYPES = ("vanilla", "gated")
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 _LISTS = {
-    "taps": "integers of 0 or more",
     "windows": "positive integers, or None for all tokens",
     "is_causal": "True or False, by layer",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(HeadShape):
     """The shape of a head and the meaning of its block.
 
     A block is [pending | masks]. It attends over the target's states of the tokens before it,
@@ -62,7 +62,8 @@ class BlockConfig:
     __repr__ = short_repr()
 
     def __post_init__(self):
-        M = self.layer.num_hidden_layers
+        self.check_shape()
+        M = self.num_layers
         layer = self.layer
         V = self.target_vocab_size
         for name, what in _LISTS.items():
@@ -75,19 +76,12 @@ class BlockConfig:
             object.__setattr__(self, name, values)
             message = f"{name} are {shown(values)}; expected one for each of {M} layers"
             require(len(values) == M, message)
-        require(not layer.scan_layers, "scan_layers is set; a head's layers are apart")
         D = layer.hidden_size
         width = self.target_hidden_size
         require(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
         require(layer.vocab_size == V, f"the layers have {layer.vocab_size} ids, the target {V}")
-        require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
-        are_taps = all(is_integer(tap) and tap >= 0 for tap in self.taps)
-        require(are_taps, f"taps are {shown(self.taps)}; expected {_LISTS['taps']}")
         are_flags = all(isinstance(flag, bool) for flag in self.is_causal)
         require(are_flags, f"is_causal is {shown(self.is_causal)}; expected {_LISTS['is_causal']}")
-        is_flag = isinstance(self.is_anchor_first, bool)
-        message = "; expected True or False"
-        require(is_flag, f"is_anchor_first is {shown(self.is_anchor_first)}{message}")
         is_mask = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < V
         require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
         least = 1 if self.is_anchor_first else 2
@@ -99,19 +93,9 @@ class BlockConfig:
         require(are_sizes, f"windows are {shown(self.windows)}; expected {_LISTS['windows']}")
 
     @property
-    def num_layers(self) -> int:
-        """M."""
-        return self.layer.num_hidden_layers
-
-    @property
     def max_draft(self) -> int:
         """The largest K: as many tokens as a block predicts."""
         return self.block_size - (0 if self.is_anchor_first else 1)
-
-    @property
-    def max_length(self) -> int:
-        """Maximum tokens of a row, prompt and output together."""
-        return self.layer.max_position_embeddings
 
     def block_width(self, num_draft: int) -> int:
         """Returns how many tokens of a block are fed for K drafts.

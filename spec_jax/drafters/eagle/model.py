@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.contracts import Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
+from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
@@ -43,7 +44,7 @@ from spec_jax.tree import AnyTree, check_children
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(HeadShape):
     """The shape of a head and the meaning of its tensors.
 
     Attributes:
@@ -81,23 +82,14 @@ class EagleConfig:
 
     def __post_init__(self):
         require(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
-        is_list = isinstance(self.taps, (tuple, list))
-        require(is_list, f"taps is {self.taps!r}; expected a tuple of layers")
-        object.__setattr__(self, "taps", tuple(self.taps))
-        for field in dataclasses.fields(EagleConfig)[5:]:
-            value = getattr(self, field.name)
-            is_flag = isinstance(value, bool)
-            require(is_flag, f"{field.name} is {value!r}; expected True or False")
-        layers = self.layer.num_hidden_layers
-        is_deep = layers == 1 or self.is_parallel
-        require(is_deep, f"the head has {layers} layers; expected 1")
-        require(not self.layer.scan_layers, "scan_layers is set; a head's layers are apart")
+        self.check_shape()
+        is_deep = self.num_layers == 1 or self.is_parallel
+        require(is_deep, f"the head has {self.num_layers} layers; expected 1")
         is_old = self.version == 1
         options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
         require(not (is_old and any(options)), "norms are options of version 3")
         has_both = self.fc_norm and self.norm_before_fc
         require(not has_both, "fc_norm and norm_before_fc are both on; expected one of them")
-        require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
         require(not is_old or len(self.taps) == 1, f"version 1 reads one state, not {self.taps}")
         U = self.layer.vocab_size
         V = self.target_vocab_size
@@ -113,11 +105,6 @@ class EagleConfig:
     def name(self) -> str:
         """For reports."""
         return f"eagle-{self.version}"
-
-    @property
-    def max_length(self) -> int:
-        """Maximum tokens of a row, prompt and output together."""
-        return self.layer.max_position_embeddings
 
     @classmethod
     def of_target(
@@ -194,11 +181,6 @@ class PEagleConfig(EagleConfig):
     def name(self) -> str:
         """For reports."""
         return "p-eagle"
-
-    @property
-    def num_layers(self) -> int:
-        """M."""
-        return self.layer.num_hidden_layers
 
     @classmethod
     def of_target(

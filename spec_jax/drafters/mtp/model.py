@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from spec_jax.contracts import Cache, Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.sequential import sequential_drafter
+from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
@@ -43,7 +44,7 @@ ORDERS = ("embedding-first", "hidden-first")
 
 
 @dataclasses.dataclass(frozen=True)
-class MtpConfig:
+class MtpConfig(HeadShape):
     """The shape of MTP modules, the meaning of their tensors and how they draft.
 
     Attributes:
@@ -86,14 +87,11 @@ class MtpConfig:
         message = "recycled drafting uses one module: set it to 1, or protocol to 'sequential'"
         is_used = count == 1 or self.protocol == "sequential"
         require(is_used, f"num_modules is {count}, but {message}")
-        layers = self.layer.num_hidden_layers
+        layers = self.num_layers
         require(layers == 1, f"a module has {layers} layers; expected 1")
-        require(not self.layer.scan_layers, "scan_layers is set; a module has one layer")
         is_tap = isinstance(self.taps, tuple) and len(self.taps) == 1 and type(self.taps[0]) is int
         require(is_tap, f"taps are {self.taps!r}; expected a tuple of the one state that is read")
-        for name in ("recycles_normed", "has_zero_centred_norms", "has_own_embed", "has_own_head"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"{name} is {value!r}; expected True or False")
+        self.check_shape()
         D = self.layer.hidden_size
         width = self.target_hidden_size
         require(D == width, f"the modules' width is {D}; the target's is {width}")
@@ -105,11 +103,6 @@ class MtpConfig:
     def name(self) -> str:
         """For reports."""
         return f"mtp-{self.protocol}"
-
-    @property
-    def max_length(self) -> int:
-        """Maximum tokens of a row, prompt and output together."""
-        return self.layer.max_position_embeddings
 
     @classmethod
     def of_target(cls, target: AnyConfig, **changes: Any) -> MtpConfig:
