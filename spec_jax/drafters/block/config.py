@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Self
 
+from spec_jax.config.checks import check_integer, check_name
 from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import is_integer, require, shown
@@ -19,9 +20,9 @@ from spec_jax.show.summary import short_repr
 
 MARKOV_TYPES = ("vanilla", "gated")
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
-_LISTS = {
-    "windows": "positive integers, or None for all tokens",
-    "is_causal": "True or False, by layer",
+_BY_LAYER = {  # what their tuples hold, and what an empty one stands for
+    "windows": ("positive integers, or None for all tokens", None),
+    "is_causal": ("True or False, by layer", False),
 }
 
 
@@ -64,33 +65,29 @@ class BlockConfig(HeadShape):
     def __post_init__(self):
         self.check_shape()
         M = self.num_layers
-        layer = self.layer
         V = self.target_vocab_size
-        for name, what in _LISTS.items():
+        for name, (what, default) in _BY_LAYER.items():
             values = getattr(self, name)
             is_list = isinstance(values, (list, tuple))
             require(is_list, f"{name} is {shown(values)}; expected a tuple of {what}")
-            object.__setattr__(self, name, tuple(values))
-        for name, default in (("windows", None), ("is_causal", False)):
-            values = getattr(self, name) or (default,) * M
+            values = tuple(values) or (default,) * M
             object.__setattr__(self, name, values)
             message = f"{name} are {shown(values)}; expected one for each of {M} layers"
             require(len(values) == M, message)
-        D = layer.hidden_size
+        U = self.layer.vocab_size
+        D = self.layer.hidden_size
         width = self.target_hidden_size
         require(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
-        require(layer.vocab_size == V, f"the layers have {layer.vocab_size} ids, the target {V}")
+        require(U == V, f"the layers have {U} ids, the target {V}")
         are_flags = all(isinstance(flag, bool) for flag in self.is_causal)
-        require(are_flags, f"is_causal is {shown(self.is_causal)}; expected {_LISTS['is_causal']}")
-        is_mask = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < V
-        require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
-        least = 1 if self.is_anchor_first else 2
-        is_size = is_integer(self.block_size) and self.block_size >= least
         require(
-            is_size, f"block_size is {self.block_size!r}; expected an integer of {least} or more"
+            are_flags, f"is_causal is {shown(self.is_causal)}; expected {_BY_LAYER['is_causal'][0]}"
         )
-        are_sizes = all(size is None or is_integer(size) and size > 0 for size in self.windows)
-        require(are_sizes, f"windows are {shown(self.windows)}; expected {_LISTS['windows']}")
+        is_mask = is_integer(self.mask_token_id, 0, V - 1)
+        require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
+        check_integer("block_size", self.block_size, 1 if self.is_anchor_first else 2)
+        are_sizes = all(size is None or is_integer(size, 1) for size in self.windows)
+        require(are_sizes, f"windows are {shown(self.windows)}; expected {_BY_LAYER['windows'][0]}")
 
     @property
     def max_draft(self) -> int:
@@ -225,11 +222,9 @@ class DSparkConfig(BlockConfig):
     def __post_init__(self):
         super().__post_init__()
         rank = self.markov_rank
-        kind = self.markov_head_type
         message = f"markov_rank is {rank!r}; expected 1 or more: a head without this bias is DFlash"
-        require(is_integer(rank) and rank > 0, message)
-        known = ", ".join(MARKOV_TYPES)
-        require(kind in MARKOV_TYPES, f"markov_head_type {kind!r} is not supported; known: {known}")
+        require(is_integer(rank, 1), message)
+        check_name("markov_head_type", self.markov_head_type, MARKOV_TYPES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -170,11 +170,10 @@ class PEagleConfig(EagleConfig):
     def __post_init__(self):
         super().__post_init__()
         require(self.version == 3, f"version is {self.version!r}; P-EAGLE extends version 3")
-        mask = self.mask_token_id
         V = self.target_vocab_size
-        is_mask = is_integer(mask) and 0 <= mask < V
-        require(is_mask, f"mask_token_id is {mask!r}; there are {V} embeddings")
-        is_count = self.max_draft is None or is_integer(self.max_draft) and self.max_draft > 0
+        is_mask = is_integer(self.mask_token_id, 0, V - 1)
+        require(is_mask, f"mask_token_id is {self.mask_token_id!r}; there are {V} embeddings")
+        is_count = self.max_draft is None or is_integer(self.max_draft, 1)
         require(is_count, f"max_draft is {self.max_draft!r}; expected a positive integer or None")
 
     @property

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from spec_jax.config.checks import check_integer, check_name
 from spec_jax.contracts import Cache, Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.sequential import sequential_drafter
@@ -79,11 +80,8 @@ class MtpConfig(HeadShape):
 
     def __post_init__(self):
         for name, known in (("protocol", PROTOCOLS), ("order", ORDERS)):
-            value = getattr(self, name)
-            require(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
-        count = self.num_modules
-        is_count = type(count) is int and count > 0
-        require(is_count, f"num_modules is {count!r}; expected a positive integer")
+            check_name(name, getattr(self, name), known)
+        count = check_integer("num_modules", self.num_modules, 1)
         message = "recycled drafting uses one module: set it to 1, or protocol to 'sequential'"
         is_used = count == 1 or self.protocol == "sequential"
         require(is_used, f"num_modules is {count}, but {message}")

@@ -96,8 +96,8 @@ def test_more_drafts_than_modules_are_refused_where_they_are_asked_for():
 DEEPSEEK_LAYER = functools.partial(dataclasses.replace, DEEPSEEK)
 NEXT_LAYER = functools.partial(dataclasses.replace, QWEN3_NEXT)
 REFUSED = [
-    (of_target, {"protocol": "parallel"}, "protocol is 'parallel'; known: recycled, sequential"),
-    (of_target, {"order": "both"}, "order is 'both'; known: embedding-first, hidden-first"),
+    (of_target, {"protocol": "parallel"}, "protocol is 'parallel'; expected one of recycled, seq"),
+    (of_target, {"order": "both"}, "order is 'both'; expected one of embedding-first, hid"),
     (of_target, {"num_modules": 0}, "num_modules is 0"),
     (of_target, {"num_modules": 2}, "num_modules is 2, but recycled drafting uses one"),
     (of_target, {"layer": TARGET}, "2 layers; expected 1"),

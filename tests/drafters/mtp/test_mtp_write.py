@@ -99,7 +99,7 @@ def test_our_own_key_is_checked_when_it_is_read(tmp_path):
     for value, message in (
         (3, "mtp_config is 3; expected an object"),
         ({"taps": 3}, "taps are 3; expected a tuple"),
-        ({"protocol": "none"}, "protocol is 'none'; known"),
+        ({"protocol": "none"}, "protocol is 'none'; expected one of"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(hf | {"mtp_config": value}))
         with pytest.raises(ConfigError, match=message):
