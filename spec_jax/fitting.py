@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spec_jax.config.checks import check_integer, check_name
+from spec_jax.config.checks import check, check_integer, check_name
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import draft_ids
@@ -213,8 +213,7 @@ def fit_head(
     if mesh_of(target.params) is not None:
         raise ConfigError("the target lies on a mesh: train with python -m experiments.train_head")
     check_integer("steps", steps, 1)
-    if not 3 <= length <= target.max_length:
-        raise ConfigError(f"length is {length}; expected 3 to {target.max_length}")
+    check(3 <= length <= target.max_length, "length", length, f"3 to {target.max_length}")
     if has_document_masks and text.starts is None:
         raise ConfigError(f"where the documents of {text.name} begin is not known: set its starts")
     count_tokens(text, target.model.vocab_size)  # refuses ids of another vocabulary

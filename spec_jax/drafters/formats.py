@@ -32,6 +32,7 @@ from spec_jax.drafters.loaded import LoadedHead
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checkpoint import as_stored
 from spec_jax.models.checks import (
+    check,
     integers_of,
     is_integer,
     require,
@@ -380,7 +381,7 @@ class HeadFormats:
             return field.read(reading)
         stated = reading.stated(key) if key else None
         if kind is int and (stated is not None or default is REQUIRED):
-            require(is_integer(stated), f"{key} is {shown(stated)}; expected an integer")
+            check(is_integer(stated), key, stated, "an integer")
         if kind is bool:
             stated = stated_flag({key: stated}, key, None)
             reading.notes += filter(None, [self.doubts.get((reading.format, name, stated))])
@@ -750,10 +751,8 @@ def speculators_json(
       target: the model that it drafts for.
       num_draft: K.
     """
-    is_count = isinstance(num_draft, int) and num_draft > 0
-    require(is_count, f"num_speculative_tokens is {num_draft!r}; expected 1 or more")
-    is_name = isinstance(target.name, str)
-    require(is_name, f"the target's name is {target.name!r}; expected its name or path")
+    check(is_integer(num_draft, 1), "num_speculative_tokens", num_draft, "1 or more")
+    check(isinstance(target.name, str), "the target's name", target.name, "its name or path")
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_draft}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     architectures = [target.config.architectures[target.config.model_type]]

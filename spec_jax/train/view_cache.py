@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spec_jax import processes
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.tensors import on_host
 from spec_jax.train.objective import View
@@ -56,8 +56,7 @@ class ViewCache:
         taps: tuple[int, ...],
         placement: Placement = Placement(),
     ):
-        if max_bytes < 0:
-            raise ConfigError(f"max_bytes is {max_bytes}; expected 0 or more")
+        check(max_bytes >= 0, "max_bytes", max_bytes, "0 or more")
         self.folder = pathlib.Path(folder)
         self._placement = placement
         self.folder.mkdir(parents=True, exist_ok=True)

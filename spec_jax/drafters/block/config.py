@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Self
 
-from spec_jax.config.checks import check_integer, check_name
+from spec_jax.config.checks import check, check_integer, check_name
 from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import is_integer, require, shown
@@ -68,8 +68,7 @@ class BlockConfig(HeadShape):
         V = self.target_vocab_size
         for name, (what, default) in _BY_LAYER.items():
             values = getattr(self, name)
-            is_list = isinstance(values, (list, tuple))
-            require(is_list, f"{name} is {shown(values)}; expected a tuple of {what}")
+            check(isinstance(values, (list, tuple)), name, values, f"a tuple of {what}")
             values = tuple(values) or (default,) * M
             object.__setattr__(self, name, values)
             message = f"{name} are {shown(values)}; expected one for each of {M} layers"
@@ -80,9 +79,7 @@ class BlockConfig(HeadShape):
         require(D == width, f"the head's width is {D}; the embedding that it shares has {width}")
         require(U == V, f"the layers have {U} ids, the target {V}")
         are_flags = all(isinstance(flag, bool) for flag in self.is_causal)
-        require(
-            are_flags, f"is_causal is {shown(self.is_causal)}; expected {_BY_LAYER['is_causal'][0]}"
-        )
+        check(are_flags, "is_causal", self.is_causal, _BY_LAYER["is_causal"][0])
         is_mask = is_integer(self.mask_token_id, 0, V - 1)
         require(is_mask, f"mask_token_id is {self.mask_token_id!r}; the target has {V} embeddings")
         check_integer("block_size", self.block_size, 1 if self.is_anchor_first else 2)
@@ -192,8 +189,7 @@ class DFlash2Config(BlockConfig):
         for name in (*most, "selector_rank"):
             value = getattr(self, name)
             limit = most.get(name, math.inf)
-            is_size = is_integer(value) and 0 < value <= limit
-            require(is_size, f"{name} is {value!r}; expected an integer from 1 to {limit}")
+            check(is_integer(value, 1, limit), name, value, f"an integer from 1 to {limit}")
         is_divided = D % self.conv_group_size == 0
         require(is_divided, f"conv_group_size is {self.conv_group_size}; the width is {D}")
 
@@ -222,8 +218,8 @@ class DSparkConfig(BlockConfig):
     def __post_init__(self):
         super().__post_init__()
         rank = self.markov_rank
-        message = f"markov_rank is {rank!r}; expected 1 or more: a head without this bias is DFlash"
-        require(is_integer(rank, 1), message)
+        expected = "1 or more: a head without this bias is DFlash"
+        check(is_integer(rank, 1), "markov_rank", rank, expected)
         check_name("markov_head_type", self.markov_head_type, MARKOV_TYPES)
 
 

@@ -36,6 +36,7 @@ from spec_jax.drafters.formats import (
 )
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import (
+    check,
     integers_of,
     is_integer,
     require,
@@ -170,7 +171,7 @@ def _listed(reading: Reading) -> list[bool]:
     are_kinds = isinstance(kinds, list) and len(kinds) == M
     are_kinds = are_kinds and all(k in ("full_attention", "sliding_attention") for k in kinds)
     expected = f"'full_attention' or 'sliding_attention' for each of {M} layers"
-    require(are_kinds, f"layer_types is {shown(kinds)}; expected {expected}")
+    check(are_kinds, "layer_types", kinds, expected)
     return [kind == "sliding_attention" for kind in kinds]
 
 
@@ -195,8 +196,8 @@ def _windows(reading: Reading) -> tuple[int | None, ...]:
     if slides != _listed(reading):
         note = "use_swa puts a window on all layers, as layer_types names none that slides."
         reading.notes.append(note)
-    message = f"sliding_window is {shown(size)}; expected a positive integer"
-    require(not any(slides) or (is_integer(size) and size > 0), message)
+    is_size = not any(slides) or is_integer(size, 1)
+    check(is_size, "sliding_window", size, "a positive integer")
     if any(slides):
         reading.notes.append(
             f"a token sees the {size} tokens up to itself in layers with a window; projects differ "
@@ -219,8 +220,7 @@ def _is_causal(reading: Reading) -> tuple[bool, ...]:
         why = f"{which} causal; config.json does not say is_causal"
         return reading.decide("is_causal", tuple(listed), why) if any(slides) else tuple(listed)
     by_layer = stated if isinstance(stated, list) else [stated] * M
-    message = f"is_causal is {shown(stated)}; expected one for each of {M} layers"
-    require(len(by_layer) == M, message)
+    check(len(by_layer) == M, "is_causal", stated, f"one for each of {M} layers")
     return tuple(stated_flag({"is_causal": flag}, "is_causal") for flag in by_layer)
 
 
@@ -229,8 +229,7 @@ def _rank(reading: Reading) -> int:
     rank = reading.stated("markov_rank")
     stated = "missing" if rank is None else shown(rank)
     message = f"markov_rank is {stated}, but there are tensors markov_head.*; expected"
-    is_rank = is_integer(rank) and rank > 0
-    require(is_rank, f"{message} their rank, the width of markov_w1")
+    require(is_integer(rank, 1), f"{message} their rank, the width of markov_w1")
     return rank
 
 

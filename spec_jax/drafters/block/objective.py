@@ -17,11 +17,11 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from spec_jax.config.checks import check
 from spec_jax.contracts import Model
 from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.model import block_layer, context_states
 from spec_jax.drafters.block.steps import confidence_logits, normed, pair_scores, step_logits
-from spec_jax.errors import ConfigError
 from spec_jax.models.layers import Window, embed_tokens, keys_values
 from spec_jax.sampling import top_k
 from spec_jax.train.anchors import chains, choose_anchors, counted, slots, sum_slots, weigh_slots
@@ -204,11 +204,9 @@ def block_loss(
     mask, anchors, is_kept = choose_anchors(batch, num_anchors, every)
     has_confidence = getattr(config, "has_confidence", False)
     has_candidates = isinstance(config, DFlash2Config)
-    if has_candidates and target_weight:
-        raise ConfigError(
-            f"target_weight is {target_weight}; expected 0, since DFlash 2 gives most tokens "
-            "probability 0"
-        )
+    is_fit = not (has_candidates and target_weight)
+    expected = "0, since DFlash 2 gives most tokens probability 0"
+    check(is_fit, "target_weight", target_weight, expected)
     reads_target = has_every_anchor or max(target_weight, l1_weight, confidence_weight) > 0
 
     def chunk(params, _, rest):

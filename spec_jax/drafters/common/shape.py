@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spec_jax.models.checks import is_integer, require, shown
+from spec_jax.models.checks import check, is_integer, require, shown
 
 
 class HeadShape:
@@ -32,13 +32,12 @@ class HeadShape:
             stacked.
         """
         is_list = isinstance(self.taps, (tuple, list))
-        require(is_list, f"taps is {shown(self.taps)}; expected a tuple of integers of 0 or more")
+        check(is_list, "taps", self.taps, "a tuple of integers of 0 or more")
         object.__setattr__(self, "taps", tuple(self.taps))
         require(len(self.taps) > 0, "taps are empty; a head reads one state or more")
         are_taps = all(is_integer(tap, 0) for tap in self.taps)
         require(are_taps, f"taps are {shown(self.taps)}; expected integers of 0 or more")
         for name in (field.name for field in dataclasses.fields(self) if field.type == "bool"):
             value = getattr(self, name)
-            is_flag = isinstance(value, bool)
-            require(is_flag, f"{name} is {shown(value)}; expected True or False")
+            check(isinstance(value, bool), name, value, "True or False")
         require(not self.layer.scan_layers, "scan_layers is set; a head's layers are apart")

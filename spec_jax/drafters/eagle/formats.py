@@ -31,7 +31,7 @@ from spec_jax.drafters.formats import (
     speculators_json,
 )
 from spec_jax.errors import WeightsError
-from spec_jax.models.checks import is_integer, require, shown, stated_flag, stated_object
+from spec_jax.models.checks import check, is_integer, require, shown, stated_flag, stated_object
 from spec_jax.models.config import ModelConfig, check_sees_all
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import Params
@@ -100,8 +100,8 @@ def _taps(reading: Reading) -> tuple[int, ...]:
         message = f"config.json does not say {_IDS}, and {message}; pass taps=..."
         require(low < middle < high, message)
         return reading.decide("taps", taps, f"the usual ones; config.json does not say {_IDS}")
-    are_layers = isinstance(ids, list) and all(is_integer(i) and i >= 0 for i in ids)
-    require(are_layers, f"{_IDS} is {shown(ids)}; expected a list of layers from 0")
+    are_layers = isinstance(ids, list) and all(is_integer(i, 0) for i in ids)
+    check(are_layers, _IDS, ids, "a list of layers from 0")
     message = f"{_IDS} is {shown(ids)}; the target has {L} layers: pass taps=..."
     require(max(ids) <= L, message)
     # Trainers count outputs of layers or states before them. An id of 1 first is the former's
@@ -122,8 +122,7 @@ def _taps(reading: Reading) -> tuple[int, ...]:
 def _mask(reading: Reading) -> int:
     stated = {key: reading.stated(key) for key in _MASK_IDS}
     for key, value in stated.items():
-        is_id = value is None or is_integer(value)
-        require(is_id, f"{key} is {shown(value)}; expected an integer")
+        check(value is None or is_integer(value), key, value, "an integer")
     ids = {value for value in stated.values() if value is not None}
     message = f"config.json has none of {', '.join(_MASK_IDS)}; pass mask_token_id=..."
     require(len(ids) > 0, message)
@@ -227,8 +226,7 @@ class EagleFormats(HeadFormats):
         check_sees_all(layer, is_head=True)
         size = reading.stated("draft_vocab_size")
         if reading.format != EAGLE_1 and size is not None:
-            is_size = is_integer(size) and size > 0
-            require(is_size, f"draft_vocab_size is {shown(size)}; expected a positive integer")
+            check(is_integer(size, 1), "draft_vocab_size", size, "a positive integer")
             layer["vocab_size"] = size
         if not is_speculators:
             kind = "qwen2" if stated_flag(layer, "qkv_bias") else "llama"

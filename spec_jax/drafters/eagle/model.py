@@ -23,7 +23,7 @@ from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import is_integer, require
+from spec_jax.models.checks import check, is_integer, require
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families.llama import decoder_layer, layer_table
@@ -81,7 +81,7 @@ class EagleConfig(HeadShape):
     __repr__ = short_repr()
 
     def __post_init__(self):
-        require(self.version in (1, 3), f"version is {self.version!r}; expected 1 or 3")
+        check(self.version in (1, 3), "version", self.version, "1 or 3")
         self.check_shape()
         is_deep = self.num_layers == 1 or self.is_parallel
         require(is_deep, f"the head has {self.num_layers} layers; expected 1")
@@ -174,7 +174,7 @@ class PEagleConfig(EagleConfig):
         is_mask = is_integer(self.mask_token_id, 0, V - 1)
         require(is_mask, f"mask_token_id is {self.mask_token_id!r}; there are {V} embeddings")
         is_count = self.max_draft is None or is_integer(self.max_draft, 1)
-        require(is_count, f"max_draft is {self.max_draft!r}; expected a positive integer or None")
+        check(is_count, "max_draft", self.max_draft, "a positive integer or None")
 
     @property
     def name(self) -> str:

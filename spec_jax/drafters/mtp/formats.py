@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding
 from spec_jax.drafters.formats import End, Field, Format, HeadFormats, Reading
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import WeightsError
-from spec_jax.models.checks import is_integer, require, shown
+from spec_jax.models.checks import check, is_integer, require, shown
 from spec_jax.models.config import check_sees_all, text_part
 from spec_jax.models.families import AnyConfig, family_of, family_of_type, module_layer
 from spec_jax.models.files import naming
@@ -102,8 +102,7 @@ def _count(reading: Reading) -> int:
     """How many modules there are, as config.json or the tensors say."""
     for name in _COUNTS:
         value = 0 if reading.hf.get(name) is None else reading.hf[name]
-        is_count = is_integer(value) and value >= 0
-        require(is_count, f"{name} is {shown(value)}; expected how many modules are stored")
+        check(is_integer(value, 0), name, value, "how many modules are stored")
     num_stored = len(set(_numbers(reading).values()))
     count = next((reading.hf[name] for name in _COUNTS if reading.hf.get(name)), num_stored)
     why = f"as config.json or the tensors say; {num_stored} are stored"
@@ -181,8 +180,7 @@ class MtpFormats(HeadFormats):
         for name in ("Qwen3-Next", "MiMo"):
             if any(tensor.startswith(FORMATS[name].start) for tensor in reading.names):
                 return name, MtpConfig
-        is_count = is_integer(count) and count > 0
-        require(is_count, f"num_hidden_layers is {shown(count)}; expected how many the target has")
+        check(is_integer(count, 1), "num_hidden_layers", count, "how many the target has")
         if any(FORMATS["DeepSeek"].number(name, count) is not None for name in reading.names):
             return "DeepSeek", MtpConfig
         raise WeightsError(
