@@ -9,7 +9,6 @@ vllm-project/speculators 0.9.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -77,45 +76,29 @@ _OTHERS = {  # tensors of drafters that extend these
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFormat(Format):
-    """A project's convention.
-
-    Attributes:
-      architectures: in config.json, by the name of the kind.
-      has_copies: files hold copies of the target's embedding and output head.
-    """
-
-    architectures: Mapping[str, str]
-    has_copies: bool = False
-
-
 _BACKBONE = {"fc": "fc", "context_norm": "hidden_norm", "norm": "norm"}
 FORMATS = {
-    Z_LAB: BlockFormat(
-        architectures={"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-    ),
-    DEEPSPEC: BlockFormat(
-        architectures=dict.fromkeys(("dspark", "dflash"), "Qwen3DSparkModel"), has_copies=True
-    ),
-    TREEFLASH: BlockFormat(
-        architectures={"treeflash": "TreeFlashDraftModel"},
-        layer="model.layers.{i}.",
-        names={ours: f"model.{name}.weight" for ours, name in _BACKBONE.items()},
-    ),
-    SPECULATORS: BlockFormat(
-        architectures={
-            "dflash": "DFlashSpeculator",
-            "dflash2": "DFlash2DraftModel",
-            "dspark": "DSparkSpeculator",
-        }
-    ),
+    "dflash": {
+        Z_LAB: Format(architecture="DFlashDraftModel"),
+        DEEPSPEC: Format(architecture="Qwen3DSparkModel"),
+        SPECULATORS: Format(architecture="DFlashSpeculator"),
+    },
+    "dflash2": {
+        Z_LAB: Format(architecture="DFlash2DraftModel"),
+        SPECULATORS: Format(architecture="DFlash2DraftModel"),
+    },
+    "dspark": {
+        DEEPSPEC: Format(architecture="Qwen3DSparkModel"),
+        SPECULATORS: Format(architecture="DSparkSpeculator"),
+    },
+    "treeflash": {
+        TREEFLASH: Format(
+            architecture="TreeFlashDraftModel",
+            layer="model.layers.{i}.",
+            names={ours: f"model.{name}.weight" for ours, name in _BACKBONE.items()},
+        )
+    },
 }
-
-
-def formats_of(name: str) -> tuple[str, ...]:
-    """Returns the formats of a kind, the preferred one first."""
-    return tuple(fmt for fmt, record in FORMATS.items() if name in record.architectures)
 
 
 def find_kind(hf: Mapping[str, Any], names: AbstractSet[str]) -> type[BlockConfig] | None:
@@ -264,9 +247,6 @@ class BlockFormats(HeadFormats):
     inner = ("dflash_config", "treeflash_config", LAYER)
     older = (_OLDER + "{}", "{}.weight")
 
-    def formats(self, config: BlockConfig) -> Mapping[str, BlockFormat]:
-        return {name: FORMATS[name] for name in formats_of(config.name)}
-
     def find(self, reading: Reading) -> tuple[str, type]:
         hf = reading.hf
         cls = find_kind(hf, reading.names)
@@ -316,10 +296,9 @@ class BlockFormats(HeadFormats):
         return {key: getattr(config, key) for key in keys if hasattr(config, key)}
 
     def ends(self, config: BlockConfig, format: str, num_layers: int) -> tuple[End, ...]:
-        return End(("embed_tokens.weight",), "embed"), End(("lm_head.weight",), "head")
-
-    def copies(self, config: BlockConfig, format: str) -> bool:
-        return FORMATS[format].has_copies
+        stored = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
+        is_copied = format == DEEPSPEC
+        return tuple(End((name,), end, is_copied=is_copied) for end, name in stored.items())
 
     def check(self, config: BlockConfig, format: str, target: Any) -> None:
         sizes = {size for size in config.windows if size is not None}
@@ -337,7 +316,7 @@ class BlockFormats(HeadFormats):
             "sliding_window": min(windows, default=None),
             "use_sliding_window": bool(windows),
         }
-        hf["architectures"] = [FORMATS[format].architectures[config.name]]
+        hf["architectures"] = [FORMATS[config.name][format].architecture]
         if format == SPECULATORS:
             hf |= speculators_json(config.name, config, layer, target, num_draft)
             hf["sliding_window_non_causal"] = not any(config.is_causal)

@@ -14,7 +14,7 @@ from spec_jax.drafters.block.config import (
     DSparkConfig,
     TreeFlashConfig,
 )
-from spec_jax.drafters.block.formats import BLOCK_FORMATS, SIZES_2, find_kind, formats_of
+from spec_jax.drafters.block.formats import BLOCK_FORMATS, FORMATS, SIZES_2, find_kind
 from spec_jax.drafters.registry import DrafterKind, Drafting, DraftPass, HeadSpec, Training
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of
@@ -78,7 +78,7 @@ def _kind(config_class: type[BlockConfig], *options: str) -> DrafterKind:
                 objective=functools.partial(_objective, config_class.name),
                 new=config_class.of_target,
                 options=("taps", "num_layers", "block_size", *options),
-                formats=formats_of(config_class.name),
+                formats=tuple(FORMATS[config_class.name]),
                 sizes=("num_layers", *options),
             )
         },

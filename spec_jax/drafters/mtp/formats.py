@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -163,7 +164,6 @@ FIELDS = (
 class MtpFormats(HeadFormats):
     """The formats of MTP modules, with what no table says."""
 
-    known = FORMATS
     fields = FIELDS
     inner = ("mtp_config",)
     tolerance = (0.0, 0.0)
@@ -173,6 +173,9 @@ class MtpFormats(HeadFormats):
         names = family_of(config.layer).mtp_formats
         ordered = sorted(names, key=lambda name: FORMATS[name].order != config.order)
         return {name: FORMATS[name] for name in ordered}
+
+    def column(self, config: MtpConfig, format: str) -> MtpFormat:
+        return FORMATS[format]
 
     def find(self, reading: Reading) -> tuple[str, type]:
         reading.hf = text_part(reading.hf)
@@ -208,7 +211,8 @@ class MtpFormats(HeadFormats):
         own = {name for name, number in numbers.items() if number < count}
         with naming(reading.directory / "config.json"):
             block = block_of(reading.hf)
-        return Dequantised(reading.directory, _Modules(reading.files, own), block)
+        modules = types.SimpleNamespace(names=lambda: own, tensor=reading.files.tensor)
+        return Dequantised(reading.directory, modules, block)
 
     def ends(self, config: MtpConfig, format: str, num_layers: int) -> tuple[End, ...]:
         both = dataclasses.replace(config, has_own_embed=True, has_own_head=True)
@@ -267,14 +271,6 @@ class MtpFormats(HeadFormats):
 def targets_end(end: str, names: AbstractSet[str]) -> str:
     """Returns the name of the target's tensor that an "embed" or "head" of modules may copy."""
     return _TARGET_HEAD if end == "head" and _TARGET_HEAD in names else TARGET_EMBED
-
-
-class _Modules:
-    """The modules' tensors alone."""
-
-    def __init__(self, files: Any, names: set[str]):
-        self.names = lambda: names
-        self.tensor = files.tensor
 
 
 MTP_FORMATS = MtpFormats()
