@@ -50,12 +50,10 @@ class Preemption:
         return self
 
     def _ask(self, number: int, _) -> None:
+        now_s = self._clock()
         if number == signal.SIGTERM:
             self.asked_by = "SIGTERM"
-            return
-        is_first = self._asked_s == -math.inf
-        now_s = self._clock()
-        if is_first:
+        elif self._asked_s == -math.inf:
             self.asked_by = "Ctrl-C"
             self._asked_s = now_s
             with contextlib.suppress(OSError):  # print is not safe in a signal handler
@@ -101,12 +99,10 @@ class _Figures:
                 if not math.isfinite(figures[key]):
                     data = self._describe_batch(done - 1)
                     what = f"the {name} is {figures[key]} at step {done}{data and f' ({data})'}"
-                    if self._checkpoints is None:
-                        raise TrainingError(f"{what}: lower the learning rate")
-                    raise TrainingError(
-                        f"{what}; the last good checkpoint is of step "
-                        f"{self._checkpoints.last_step}: lower the rates, or leave that data out"
-                    )
+                    if self._checkpoints is not None:
+                        last = self._checkpoints.last_step
+                        what = f"{what}; the last good checkpoint is of step {last}"
+                    raise TrainingError(f"{what}: lower the rates, or leave that data out")
             self._read.append(figures)
         self._pending.clear()
 

@@ -102,7 +102,7 @@ def test_fitting_follows_the_objective_on_the_windows_of_each_step(target):
 @pytest.mark.exhaustive
 def test_a_loss_that_is_not_finite_ends_the_training(target):
     head = spec_jax.new_head(target, "eagle3")
-    with pytest.raises(TrainingError, match="at step 2: lower the learning rate"):
+    with pytest.raises(TrainingError, match="at step 2: lower the rates, or leave that data out"):
         spec_jax.fit_head(
             target, head, TEXT, 3, batch=3, length=12, optimizer=optax.sgd(float("inf"))
         )

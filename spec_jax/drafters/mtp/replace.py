@@ -156,19 +156,15 @@ def _write(
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     weights = set(weight_files(source, SINGLE, INDEX))
-    for path in sorted(source.iterdir()):
-        copy = directory / path.name
+    for path in sorted(filter(pathlib.Path.is_file, source.iterdir())):
         names = shards.names_in(path) if path in weights else set()
         part = directory / f"{path.name}.partial"
         part.unlink(missing_ok=True)
-        if not path.is_file():
-            continue
         if names & changed.keys():
-
-            def read(name):
-                return shards.tensor(name).read_whole()
-
-            tensors = {n: changed[n] if n in changed else read(n) for n in sorted(names)}
+            tensors = {
+                n: changed[n] if n in changed else shards.tensor(n).read_whole()
+                for n in sorted(names)
+            }
             save_file(tensors, part, metadata={"format": "pt"})
         elif path in weights:
             try:
@@ -177,5 +173,5 @@ def _write(
                 shutil.copyfile(path, part)
         else:
             shutil.copyfile(path, part)
-        os.replace(part, copy)
+        os.replace(part, directory / path.name)
         part.unlink(missing_ok=True)  # where both were links to one file, which rename leaves
