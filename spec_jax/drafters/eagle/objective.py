@@ -144,17 +144,17 @@ def eagle3_loss(
     given = batch.view.features, batch.tokens, num_steps, batch.begins
     states = unroll(eagle_head(config, model), params, *given, is_remat=is_remat)
     compare = _compare(head, target, config, model, divergence)
-    return _compare_chains(compare, head, states, batch, decay ** jnp.arange(num_steps), counts)
+    hidden = batch.view.hidden[:, 1:-1]
+    shares = decay ** jnp.arange(num_steps)
+    return _compare_chains(compare, head, states, batch, hidden, shares, counts)
 
 
-def _compare_chains(compare, head, states, batch: Batch, shares, counts):
+def _compare_chains(compare, head, states, batch: Batch, hidden, shares, counts):
     """``chain_loss`` of states dtype[K,B,T,D], by what ``_compare`` returns."""
-    T = states.shape[2]
 
     def measure(scored, states, hidden):
         return compare(scored, states, hidden[:, None])
 
-    hidden = batch.view.hidden[:, 1 : 1 + T]
     over = counts and counts["tokens"]
     return chain_loss(measure, _scored(head), states, batch, hidden, shares, over)
 
@@ -309,7 +309,8 @@ def peagle_loss(
     hidden = batch.view.hidden
     compare = _compare(head, target, config, model, divergence)
     x, context = true_pairs(params, batch.view.features, batch.tokens, config, batch.begins)
-    loss, first = _compare_chains(compare, head, x[None], batch, shares[:1], counts)
+    after = hidden[:, 1:-1]
+    loss, first = _compare_chains(compare, head, x[None], batch, after, shares[:1], counts)
     is_counted = counted(mask, anchors, is_kept, K)
     own = is_counted.sum(axis=(0, 1)).astype(jnp.float32)
     later = jnp.where(jnp.arange(K) > 0, shares, 0.0)
