@@ -15,6 +15,7 @@ from spec_jax.config.checks import check_name
 from spec_jax.train.objective import Batch, row_keys
 
 SLOT_WEIGHTS = ("decay", "dpace")
+_FLOOR = 0.5  # of "dpace"
 
 
 def choose_anchors(
@@ -145,14 +146,12 @@ def chains(counts: jax.Array, is_right: jax.Array) -> tuple[jax.Array, jax.Array
     return counts & before, hits
 
 
-def weigh_slots(
-    kind: str, counts: jax.Array, label_probs: jax.Array, *, decay: float, floor: float = 0.5
-) -> jax.Array:
+def weigh_slots(kind: str, counts: jax.Array, label_probs: jax.Array, *, decay: float) -> jax.Array:
     """Computes what the loss of each draft is multiplied by, without a gradient.
 
     With "decay" draft k has weight ``decay ** (k - 1)``. With "dpace" it has the probability,
     by the draft itself, that the chain gets that far, summed over all ends that it may have: the
-    sum over i >= k of the product over j <= i of ``(1 - floor) * p_j + floor``.
+    sum over i >= k of the product over j <= i of ``(1 + p_j) / 2``.
 
     Source: DFlash, arXiv 2602.06036, section 4.2; D-PACE is that of SpecForge and speculators.
 
@@ -161,7 +160,6 @@ def weigh_slots(
       counts: bool[B,A,K], see ``counted``.
       label_probs: f32[B,A,K], the draft's probability of the right token, for "dpace".
       decay: of "decay".
-      floor: of "dpace"; 1 weights draft k by the number of drafts from it on.
 
     Returns:
       f32[B,A,K], 0 where nothing counts.
@@ -172,6 +170,6 @@ def weigh_slots(
     check_name("slot_weights", kind, SLOT_WEIGHTS)
     if kind == "decay":
         return counts * decay ** jnp.arange(counts.shape[-1], dtype=jnp.float32)
-    smooth = jax.lax.stop_gradient((1 - floor) * label_probs + floor)
+    smooth = jax.lax.stop_gradient((1 - _FLOOR) * label_probs + _FLOOR)
     reach = jnp.where(counts, jnp.cumprod(jnp.where(counts, smooth, 1.0), axis=-1), 0.0)
     return jnp.where(counts, jnp.cumsum(reach[..., ::-1], axis=-1)[..., ::-1], 0.0)

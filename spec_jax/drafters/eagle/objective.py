@@ -14,14 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Model
+from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.eagle import model as eagle
-from spec_jax.drafters.eagle.model import (
-    EagleConfig,
-    PEagleConfig,
-    eagle_head,
-    forward,
-    join_features,
-)
 from spec_jax.drafters.eagle.parallel import masked_pairs
 from spec_jax.errors import ConfigError
 from spec_jax.models.layers import constrain_logits
@@ -45,7 +39,7 @@ def eagle1_loss(
     batch: Batch,
     target: dict,
     *,
-    config: EagleConfig,
+    config: eagle.EagleConfig,
     model: Model,
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
@@ -82,7 +76,7 @@ def eagle1_loss(
 
         uniform = jax.vmap(draw)(row_keys(batch.key, len(features)))
         features = features + (noise * 512 / T * uniform).astype(features.dtype)
-    x = unroll(eagle_head(config, model), params, features, batch.tokens, 1, batch.begins)
+    x = unroll(eagle.eagle_head(config, model), params, features, batch.tokens, 1, batch.begins)
     weight = shifted(batch.mask, 2, T) & (batch.place(2, T) >= 2)
     next_features = shifted(batch.view.features, 1, T).astype(jnp.float32)
     regression = smooth_l1(x[0].astype(jnp.float32) - next_features).mean(axis=-1)
@@ -109,7 +103,7 @@ def eagle3_loss(
     batch: Batch,
     target: dict,
     *,
-    config: EagleConfig,
+    config: eagle.EagleConfig,
     model: Model,
     num_steps: int = 7,
     decay: float = 0.8,
@@ -142,7 +136,7 @@ def eagle3_loss(
     """
     params = {"head": head, "target": target}
     given = batch.view.features, batch.tokens, num_steps, batch.begins
-    states = unroll(eagle_head(config, model), params, *given, is_remat=is_remat)
+    states = unroll(eagle.eagle_head(config, model), params, *given, is_remat=is_remat)
     compare = _compare(head, target, config, model, divergence)
     hidden = batch.view.hidden[:, 1:-1]
     shares = decay ** jnp.arange(num_steps)
@@ -164,12 +158,12 @@ def _scored(head: dict) -> dict:
     return {name: head[name] for name in ("norm", "head")}
 
 
-def _compare(head: dict, target: dict, config: EagleConfig, model: Model, divergence: str):
+def _compare(head: dict, target: dict, config: eagle.EagleConfig, model: Model, divergence: str):
     """``(scored, states dtype[...,D], hidden dtype[...,D]) -> (losses f32[...], drafts i32[...])``.
 
     ``scored`` is that of ``_scored``, and ``hidden`` the target's states before its output head.
     """
-    ids = eagle.draft_ids(head)
+    ids = draft_ids(head)
     compare = make_divergence(divergence)
     is_drafted = ids if ids is None else jnp.zeros((model.vocab_size,), bool).at[ids].set(True)
 
@@ -189,7 +183,7 @@ def true_pairs(
     params: dict,
     features: jax.Array,
     tokens: jax.Array,
-    config: PEagleConfig,
+    config: eagle.PEagleConfig,
     begins: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
     """Returns the states dtype[B,T,D] of the T pairs of a window, and their keys and values.
@@ -204,10 +198,10 @@ def true_pairs(
     head = params["head"]
     T = tokens.shape[1] - 2
     embed = params["head" if config.own_embed else "target"]["embed"]
-    state = join_features(head, features[:, :T], config)
+    state = eagle.join_features(head, features[:, :T], config)
     begins = None if begins is None else begins[:, :T]
     cache = KeptKeys(jnp.zeros((len(tokens),), jnp.int32), begins=begins)
-    x, cache = forward(head, embed, state, tokens[:, 1 : 1 + T], cache, config=config)
+    x, cache = eagle.forward(head, embed, state, tokens[:, 1 : 1 + T], cache, config=config)
     return x, cache.layers
 
 
@@ -217,7 +211,7 @@ def states_at(
     context: tuple[tuple[jax.Array, jax.Array], ...],
     anchors: jax.Array,
     num_draft: int,
-    config: PEagleConfig,
+    config: eagle.PEagleConfig,
     begins: jax.Array | None = None,
     *,
     is_remat: bool = False,
@@ -247,7 +241,7 @@ def states_at(
     def run(head, embed, blocks):
         pairs = masked_pairs(head, B, A * S, config)
         at = blocks.positions
-        return forward(head, embed, *pairs, blocks, config=config, positions=at)[0]
+        return eagle.forward(head, embed, *pairs, blocks, config=config, positions=at)[0]
 
     embed = params["head" if config.own_embed else "target"]["embed"]
     masked = (jax.checkpoint(run) if is_remat else run)(params["head"], embed, blocks)
@@ -259,7 +253,7 @@ def peagle_loss(
     batch: Batch,
     target: dict,
     *,
-    config: PEagleConfig,
+    config: eagle.PEagleConfig,
     model: Model,
     num_anchors: int = 32,
     decay: float = 0.7,
@@ -324,8 +318,8 @@ def peagle_loss(
         states = states_at(both, *given, is_remat=is_remat)
         losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
         is_right = is_counted & (drafts == slots(batch.tokens, anchors, 1, K))
-        sums = {"loss": losses, **dict(zip(("reached", "hits"), chains(is_counted, is_right)))}
-        sums = sum_slots(sums, is_counted)
+        reached, hits = chains(is_counted, is_right)
+        sums = sum_slots({"loss": losses, "reached": reached, "hits": hits}, is_counted)
         return (weights * sums["loss"]).sum(), (sums, ())
 
     trained, _ = PEAGLE.split(head)
@@ -349,7 +343,7 @@ def parallel_drafts(
     tokens: jax.Array,
     num_draft: int,
     *,
-    config: PEagleConfig,
+    config: eagle.PEagleConfig,
     model: Model,
 ) -> jax.Array:
     """Returns the likeliest drafts at every place of a text, see ``Objective.drafts``."""

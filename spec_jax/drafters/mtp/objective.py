@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from spec_jax.config.checks import check_name
 from spec_jax.contracts import Model
 from spec_jax.drafters.mtp import model as mtp
-from spec_jax.drafters.mtp.model import MtpConfig, mtp_head
 from spec_jax.train.chunks import chain_loss
 from spec_jax.train.losses import cross_entropy, soft_cross_entropy
 from spec_jax.train.objective import Batch, Objective
@@ -24,7 +23,7 @@ def mtp_loss(
     batch: Batch,
     target: dict,
     *,
-    config: MtpConfig,
+    config: mtp.MtpConfig,
     model: Model,
     num_steps: int = 3,
     decay: float | None = None,
@@ -63,7 +62,7 @@ def mtp_loss(
     check_name("labels", labels, LABELS)
     T = batch.tokens.shape[1] - 2
     params = {"head": head, "target": target}
-    modules = [mtp_head(config, model, i) for i in range(config.num_modules)]
+    modules = [mtp.mtp_head(config, model, i) for i in range(config.num_modules)]
     if config.protocol == "recycled":
         given = batch.view.features, batch.tokens, num_steps, batch.begins
         states = unroll(modules[0], params, *given, is_remat=is_remat)
@@ -96,7 +95,7 @@ def mtp_loss(
 MTP = Objective("mtp", mtp_loss)
 
 
-def _sequential_states(params, batch: Batch, config: MtpConfig):
+def _sequential_states(params, batch: Batch, config: mtp.MtpConfig):
     """Returns the states dtype[B,T,D] of every module, each over the whole text."""
     T = batch.tokens.shape[1] - 2
     state = batch.view.features[:, :T]
