@@ -230,14 +230,15 @@ def fit_head(
             weight_decay=0.0,
             clip=0.5,
         )
+    trained, constants = objective.split(head.params)
     # Copies: a step donates what it is given.
-    trained, constants = objective.split(jax.tree.map(jnp.array, head.params))
-    trained = jax.tree.map(lambda w: w.astype(jnp.float32), trained)
+    trained = jax.tree.map(lambda w: jnp.array(w, jnp.float32), trained)
     options = {**objective.known(LOSS), **(loss or {})}
     bound = objective.bind(head.config, target.model, options, constants)
     step = functools.partial(train_step, objective=bound, optimizer=optimizer)
-    view = functools.partial(target_view, config=target.config, taps=head.config.taps)
-    step, view, key = jax.jit(step, donate_argnums=0), jax.jit(view), jax.random.key(seed)
+    step = jax.jit(step, donate_argnums=0)
+    view = jax.jit(functools.partial(target_view, config=target.config, taps=head.config.taps))
+    key = jax.random.key(seed)
     state = TrainState.create(trained, optimizer)
 
     def batch_at(done: int) -> Batch:

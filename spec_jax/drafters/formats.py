@@ -329,11 +329,11 @@ class HeadFormats:
         """Returns the integers of config.json that sizes of a weight may come from, by key."""
         return integers_of(config.layer)
 
-    def more(self, reading: Reading) -> dict[str, Tensor]:
+    def extra_params(self, reading: Reading) -> dict[str, Tensor]:
         """Returns parameters that are in no table."""
         return {}
 
-    def beside(self, config: Any, format: str, params: Params) -> dict[str, np.ndarray]:
+    def extra_tensors(self, config: Any, format: str, params: Params) -> dict[str, np.ndarray]:
         """Returns tensors that are written beside those of the table and copies of ends.
 
         Args:
@@ -451,7 +451,7 @@ class HeadFormats:
                 weights[name] = stack([tensors.weight(stored, row, dtype)])
             else:
                 weights[name] = tensors.weight(stored, spec, dtype)
-        weights |= self.more(reading)
+        weights |= self.extra_params(reading)
         tensors.finish()
         return weights
 
@@ -680,7 +680,7 @@ class HeadFormats:
         first = next(iter(self.names(config, format, num_layers)))
         dtype = jnp.dtype(_weight(params, first).dtype if dtype is None else dtype)
         tensors = dict(self.stored(config, params, format, num_layers, dtype))
-        tensors |= self.beside(config, format, params)
+        tensors |= self.extra_tensors(config, format, params)
         for end in self.ends(config, format, num_layers):
             if end.is_copied and not getattr(config, end.field, False):
                 weight, is_linear = _end(target, end.weight)

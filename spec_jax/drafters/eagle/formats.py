@@ -268,7 +268,7 @@ class EagleFormats(HeadFormats):
         is_copied = format == SPECULATORS or config.is_parallel
         return (End((_EMBED,), "embed", "own_embed", is_copied),)
 
-    def more(self, reading: Reading) -> dict[str, Tensor]:
+    def extra_params(self, reading: Reading) -> dict[str, Tensor]:
         """``{"d2t": i32[U]}``, or nothing where the vocabularies are equal."""
         config = reading.config
         tensors = reading.tensors
@@ -285,7 +285,7 @@ class EagleFormats(HeadFormats):
             raise WeightsError(f"{reading.directory}: {error}") from error
         return {"d2t": Tensor.of(np.asarray(offsets))} if U < V else {}
 
-    def beside(self, config: EagleConfig, format: str, params: Params) -> dict[str, np.ndarray]:
+    def extra_tensors(self, config: Any, format: str, params: Params) -> dict[str, np.ndarray]:
         """The tables of ids; SpecForge's converter asks for them in equal vocabularies, too."""
         U = config.layer.vocab_size
         V = config.target_vocab_size

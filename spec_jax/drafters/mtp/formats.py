@@ -178,6 +178,7 @@ class MtpFormats(HeadFormats):
         return FORMATS[format]
 
     def find(self, reading: Reading) -> tuple[str, type]:
+        """Also narrows ``reading.hf`` to the part about text, of a model that reads images too."""
         reading.hf = text_part(reading.hf)
         count = reading.hf.get("num_hidden_layers")
         for name in ("Qwen3-Next", "MiMo"):
