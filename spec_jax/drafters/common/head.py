@@ -63,14 +63,28 @@ def feed_pairs(
     window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Runs ``Head.feed``, with its arguments, and returns states of the dtype of the given ones."""
+    """Runs ``Head.feed``; the states that it returns have the dtype of those that it is given.
+
+    Args:
+      head: the functions of the head.
+      params: of its drafter.
+      state: dtype[B,T,D], of the pairs.
+      tokens: i32[B,T], of the pairs.
+      cache: the head's.
+      window_offset: slots of the window that earlier passes of the round have filled.
+      window_mask: bool[B|1,T,W], what of the window each pair sees; None: itself and those before.
+    """
     with jax.named_scope("draft_pass"):
         x, cache = head.feed(params, state, tokens, cache, window_offset, window_mask)
         return x.astype(state.dtype), cache
 
 
 def prefill_by(refresh: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the ``Drafter.prefill`` that feeds a prompt's pairs in calls of its ``commit``."""
+    """Returns the ``Drafter.prefill`` that feeds a prompt's pairs as its ``commit`` does.
+
+    Args:
+      refresh: the drafter's ``commit``.
+    """
 
     def prefill(params, state, tokens, lengths, pending, features, chunk=None):
         after = jnp.roll(tokens, -1, axis=1)
