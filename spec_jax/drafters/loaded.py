@@ -87,13 +87,9 @@ class LoadedHead(ReprMixin):
         layer = registry.layer_of(self.config)
         table = self.kind.head.table(self.config)
         shardings = table_placement(self.name, layer, table, mesh, axis_rules)
-
-        def put(sharding, params):
-            if not isinstance(params, dict):
-                return place(params, sharding or NamedSharding(mesh, PartitionSpec()))
-            return {name: put(sharding and sharding.get(name), x) for name, x in params.items()}
-
-        return dataclasses.replace(self, params=put(shardings, self.params))
+        whole = NamedSharding(mesh, PartitionSpec())  # of what is in no table
+        where = {name: shardings.get(name, whole) for name in self.params}
+        return dataclasses.replace(self, params=place(self.params, where))
 
     def with_vocab(self, vocab_size: int) -> LoadedHead:
         """Returns the head for a target whose embedding is padded to another size.
