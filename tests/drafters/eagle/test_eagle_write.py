@@ -128,7 +128,7 @@ def test_a_write_that_fails_leaves_the_files_that_were_there(tmp_path, monkeypat
 
 INVALID_KEYS = [
     ("taps", 3, "taps is 3 in config.json; expected a list"),
-    ("taps", [2, "4"], "do not exist"),
+    ("taps", [2, "4"], "expected integers of 0 or more"),
     ("own_embed", "yes", "own_embed is 'yes'; expected true or false"),
 ]
 
