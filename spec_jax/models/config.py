@@ -49,6 +49,7 @@ ATTENTIONS = ("auto", "xla")
 "auto": likewise off a CPU where there are many slots; else all slots, or on a CPU a prefix. It also
 uses splash attention on a TPU, for whole sequences of 1,024 tokens or more, as in training.
 """
+_OURS = ("scan_layers", "attention")  # fields that no file has
 T = TypeVar("T")
 
 
@@ -137,11 +138,6 @@ def eos_tuple(value: Any) -> tuple[int, ...]:
     check_stop_tokens(value, None)
     ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
     return tuple(dict.fromkeys(token for token in ids if token != NO_TOKEN))
-
-
-def eos_spelling(eos: tuple[int, ...]) -> int | list[int] | None:
-    """Returns ``eos_token_id`` as config.json holds it."""
-    return None if not eos else eos[0] if len(eos) == 1 else list(eos)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,21 +262,20 @@ class RopeConfig:
         }
 
 
-def from_fields(cls: type[T], hf: Mapping[str, Any], *left_out: str) -> T:
+def from_fields(cls: type[T], hf: Mapping[str, Any]) -> T:
     """Builds a config dataclass from the fields of the same names in a parsed config.json.
 
-    A null is None, false or zero; it never stands for a default that is something else.
+    A null is None, false or zero; it never stands for a default that is something else. Fields that
+    are ours keep their defaults.
 
     Args:
       cls: the dataclass. A field ``rope`` is read from either spelling of the rotary embedding.
       hf: the object of config.json.
-      *left_out: fields that keep their defaults, as ``scan_layers`` always does.
 
     Raises:
       ConfigError: a field is missing or wrong.
     """
-    left_out += ("scan_layers",)
-    names = [field.name for field in dataclasses.fields(cls) if field.name not in left_out]
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in _OURS]
     check_nulls(cls, {name: hf[name] for name in names if name in hf})
     read = {n: hf[n] for n in names if n != "rope" and hf.get(n) is not None}
 
@@ -312,10 +307,39 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**hf, **text, **outer} if text else hf
 
 
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class HubConfig:
-    """Mixin of the frozen dataclasses that are configs, whose fields have Hugging Face's names."""
+    """Base of the configs of all families; fields have Hugging Face's names.
+
+    ``scan_layers`` is ours, see ``ModelConfig``. A family sets ``saved_as``.
+    """
+
+    saved_as: ClassVar[tuple[str, str]]  # its model_type, and the class in transformers
+    supported: ClassVar[Mapping[str, Any]] = {}  # of keys that are no fields: the only value
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    scan_layers: bool = False
 
     __repr__ = short_repr()
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """Builds the config from a parsed config.json.
+
+        Raises:
+          ConfigError: a key has a value that is not supported, or a field is missing or wrong.
+        """
+        check_supported(hf, hidden_act="silu", **cls.supported)
+        return from_fields(cls, hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json that transformers loads as the same model."""
+        return self.as_hf(*self.saved_as)
 
     def settle(self, *sizes: str, may_be_0: str = "", **others: Any) -> None:
         """Checks the fields that families share, and fills those that others decide.
@@ -341,6 +365,52 @@ class HubConfig:
             raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
         object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
 
+    def as_hf(self, model_type: str, architecture: str, *left_out: str) -> dict[str, Any]:
+        """Returns the fields as a config.json holds them.
+
+        Args:
+          model_type: the key of this name.
+          architecture: the class in transformers.
+          *left_out: fields that are not stated.
+        """
+        left_out += ("rope", *_OURS)
+        stated = {n: x for n, x in dataclasses.asdict(self).items() if n not in left_out}
+        hf = {n: list(x) if isinstance(x, tuple) else x for n, x in stated.items()}
+        if self.rotary_dim:
+            part = {n: hf[n] for n in ("partial_rotary_factor",) if n in hf}
+            hf["rope_parameters"] = self.rope.to_hf() | part
+        eos = self.eos_token_id
+        return hf | {
+            "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
+            "hidden_act": "silu",
+            "model_type": model_type,
+            "architectures": [architecture],
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class AttentionConfig(HubConfig):
+    """Base of the configs of models that attend with a rotary embedding."""
+
+    num_attention_heads: int
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+
+
+class EqualHeads(AttentionConfig):
+    """Mixin of configs whose queries, keys and values are all ``head_dim`` wide."""
+
+    @property
+    def key_dim(self) -> int:
+        """The width of a key."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value."""
+        return self.head_dim
+
     def settle_heads(self) -> None:
         """Checks how many heads there are, and fills ``head_dim`` where it is None.
 
@@ -362,44 +432,6 @@ class HubConfig:
                 )
             object.__setattr__(self, "head_dim", D // N)
 
-    def as_hf(self, model_type: str, architecture: str, *left_out: str) -> dict[str, Any]:
-        """Returns the fields as a config.json holds them.
-
-        Args:
-          model_type: the key of this name.
-          architecture: the class in transformers.
-          *left_out: fields that are not stated.
-        """
-        left_out += ("rope", "scan_layers")
-        stated = {n: x for n, x in dataclasses.asdict(self).items() if n not in left_out}
-        hf = {n: list(x) if isinstance(x, tuple) else x for n, x in stated.items()}
-        part = {n: hf[n] for n in ("partial_rotary_factor",) if n in hf}
-        rope = {"rope_parameters": self.rope.to_hf() | part} if self.rotary_dim else {}
-        return (
-            hf
-            | rope
-            | {
-                "eos_token_id": eos_spelling(self.eos_token_id),
-                "hidden_act": "silu",
-                "model_type": model_type,
-                "architectures": [architecture],
-            }
-        )
-
-
-class EqualHeads(HubConfig):
-    """Mixin of configs whose queries, keys and values are all ``head_dim`` wide."""
-
-    @property
-    def key_dim(self) -> int:
-        """The width of a key."""
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """The width of a value."""
-        return self.head_dim
-
 
 class PartialRotary(EqualHeads):
     """Mixin of configs whose heads rotate only the first part of their dimensions.
@@ -412,8 +444,9 @@ class PartialRotary(EqualHeads):
         """The number of dimensions of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    def check_rotary(self) -> None:
-        """Raises a ConfigError if the part is empty, odd or larger than the head."""
+    def settle_heads(self) -> None:
+        """Also checks that the rotated part is neither empty, odd nor larger than the head."""
+        super().settle_heads()
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
                 f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
@@ -421,18 +454,18 @@ class PartialRotary(EqualHeads):
             )
 
     @classmethod
-    def of_fields(cls, hf: Mapping[str, Any]) -> Self:
-        """Calls ``from_fields``; the factor may also stand among the rotary parameters."""
-        hf, part = dict(hf), "partial_rotary_factor"
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """See ``HubConfig.from_hf``; the factor may also stand among the rotary parameters."""
+        hf = dict(hf)
+        part = "partial_rotary_factor"
         for name in ("rope_scaling", "rope_parameters"):
-            if isinstance(hf.get(name), Mapping):
-                hf[name] = dict(hf[name])
-                if part in hf[name]:
-                    hf[part] = hf[name].pop(part)
-        return from_fields(cls, hf)
+            if isinstance(hf.get(name), Mapping) and part in hf[name]:
+                hf[part] = hf[name][part]
+                hf[name] = {n: x for n, x in hf[name].items() if n != part}
+        return super().from_hf(hf)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class ModelConfig(EqualHeads):
     """The shape of a Llama, Qwen2 or Qwen3 model. Field names are Hugging Face's.
 
@@ -447,23 +480,12 @@ class ModelConfig(EqualHeads):
 
     architectures: ClassVar[Mapping[str, str]] = MODEL_TYPES
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     model_type: str = "llama"
-    rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
     mlp_bias: bool = False
-    rope: RopeConfig = RopeConfig()
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
     attention: str = "auto"
 
     def __post_init__(self):
@@ -512,17 +534,16 @@ class ModelConfig(EqualHeads):
         if kind not in list(cls.architectures):
             known = ", ".join([*cls.architectures, *ALIASES])
             raise ConfigError(f"model_type {shown(kind)} is not supported; known: {known}")
-        check_supported(hf, hidden_act="silu")
         hf = {**_LEFT_OUT.get(hf["model_type"], {}), **hf}
         check_sees_all(hf)
         name = _NO_NULL.get(hf["model_type"])
         if name is not None and hf[name] is None:
             raise ConfigError(f"{name} is null; expected a positive integer")
-        return from_fields(cls, {**hf, "model_type": kind}, "attention")
+        return super().from_hf({**hf, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        left_out = ["attention"]
+        left_out = []
         if self.model_type != "llama":
             left_out.append("mlp_bias")
         if self.model_type == "qwen2":

@@ -29,8 +29,17 @@ COLD = [dataclasses.replace(config, temperature=0.0) for config in MIXED]
 
 
 def _model(name, seed, layers, **options):
-    sizes = dict(max_position_embeddings=256, **options)
-    return large_weights(name, ModelConfig(V, 24, 48, layers, 4, 2, **sizes), seed)
+    config = ModelConfig(
+        vocab_size=V,
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        **options,
+    )
+    return large_weights(name, config, seed)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,14 @@ from spec_jax.tree import Tree
 
 TARGET = PRESETS["llama-3.1-8b"]
 EAGLE = EagleConfig.of_target(TARGET, draft_vocab_size=32000)
-SMALL = ModelConfig(64, 32, 64, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4)
+SMALL = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
 NO_LOOP = "ENTRY %f (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}"
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import check_sizes, check_supported, is_integer, shown
-from spec_jax.models.config import PartialRotary, RopeConfig
+from spec_jax.models.checks import check_sizes, is_integer, shown
+from spec_jax.models.config import PartialRotary
 from spec_jax.models.families.mamba2 import init_states, mixer, mixer_table, time_limits
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import attention, mlp, pre_norm_layer
@@ -17,15 +16,14 @@ from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, mlp_s
 from spec_jax.models.ssm import MixerConfig
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class BambaConfig(PartialRotary):
     """The shape of a Bamba model. Field names are Hugging Face's."""
 
-    vocab_size: int
-    hidden_size: int
+    saved_as: ClassVar[tuple[str, str]] = ("bamba", "BambaForCausalLM")
+    has_qk_norm: ClassVar[bool] = False
+
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     attn_layer_indices: tuple[int, ...]
     mamba_n_heads: int
     num_key_value_heads: int | None = None
@@ -39,16 +37,8 @@ class BambaConfig(PartialRotary):
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     rms_norm_eps: float = 1e-5
     partial_rotary_factor: float = 0.5
-    rope: RopeConfig = RopeConfig()
     max_position_embeddings: int = 262144
-    attention_bias: bool = False
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
-
-    has_qk_norm: ClassVar[bool] = False
 
     def __post_init__(self):
         width = self.mamba_expand * self.hidden_size
@@ -71,7 +61,6 @@ class BambaConfig(PartialRotary):
         if D % N:
             raise ConfigError(f"num_attention_heads {N} must divide hidden_size {D}")
         self.settle_heads()
-        self.check_rotary()
         L = self.num_hidden_layers
         layers = self.attn_layer_indices
         is_list = isinstance(layers, (list, tuple)) and all(map(is_integer, layers))
@@ -112,20 +101,6 @@ class BambaConfig(PartialRotary):
     def is_attention(self, index: int) -> bool:
         """Whether a layer attends."""
         return index in self.attn_layer_indices
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> BambaConfig:
-        """Builds the config from a parsed config.json.
-
-        Raises:
-          ConfigError: the activation is not supported, or a field is missing or wrong.
-        """
-        check_supported(hf, hidden_act="silu")
-        return cls.of_fields(hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json that transformers loads as the same model."""
-        return self.as_hf("bamba", "BambaForCausalLM")
 
 
 def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:

@@ -21,8 +21,8 @@ from spec_jax.contracts import Cache
 from spec_jax.errors import ConfigError
 from spec_jax.models import layers
 from spec_jax.models.caches.latent import LatentCache
-from spec_jax.models.checks import check_sizes, check_stop_tokens, check_supported, shown
-from spec_jax.models.config import HubConfig, RopeConfig, from_fields
+from spec_jax.models.checks import check_sizes, shown
+from spec_jax.models.config import AttentionConfig
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import check_groups, experts_table, mix_experts, route_in_groups
@@ -46,17 +46,25 @@ _OMITTED_LITE |= dict(routed_scaling_factor=1.8, first_k_dense_replace=1)
 _OMITTED_LITE |= dict(rms_norm_eps=1e-5, max_position_embeddings=202752)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class DeepseekConfig(HubConfig):
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class DeepseekConfig(AttentionConfig):
     """The shape of a DeepSeek-V3 model. Field names are Hugging Face's.
 
     The first ``first_k_dense_replace`` layers are dense; all of them if ``n_routed_experts`` is
     None. ``q_lora_rank`` is None if queries have no latent.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
+    saved_as: ClassVar[tuple[str, str]] = ("deepseek_v3", "DeepseekV3ForCausalLM")
+    supported: ClassVar[Mapping[str, Any]] = {
+        "moe_layer_freq": 1,
+        "qk_layernorm": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "partial_rotary_factor": 1,
+    }
+    num_key_value_heads: ClassVar[int] = 1  # of a cache: one latent serves all query heads
+    products_per_slot: ClassVar[int] = 2  # scores and sums take the same numbers of it
+
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -72,19 +80,9 @@ class DeepseekConfig(HubConfig):
     topk_group: int | None = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
-    attention_bias: bool = False
     rope_interleave: bool = True
-    rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
-    rope: RopeConfig = RopeConfig()
     first_k_dense_replace: int = 0
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
-
-    num_key_value_heads: ClassVar[int] = 1  # of a cache: one latent serves all query heads
-    products_per_slot: ClassVar[int] = 2  # scores and sums take the same numbers of it
 
     def __post_init__(self):
         groups = {n: 1 for n in ("n_group", "topk_group") if getattr(self, n) is None}
@@ -97,7 +95,6 @@ class DeepseekConfig(HubConfig):
             raise ConfigError(
                 f"first_k_dense_replace is {self.first_k_dense_replace}; expected 0 or more layers"
             )
-        check_stop_tokens(self.eos_token_id, self.vocab_size)
         if self.num_dense_layers:
             check_sizes(self, "intermediate_size")
         if not self.is_sparse:
@@ -160,8 +157,6 @@ class DeepseekConfig(HubConfig):
         Raises:
           ConfigError: an activation or a router is not supported, or a field is missing or wrong.
         """
-        check_supported(hf, hidden_act="silu", moe_layer_freq=1, qk_layernorm=False)
-        check_supported(hf, scoring_func="sigmoid", topk_method="noaux_tc", partial_rotary_factor=1)
         is_lite = hf.get("model_type") == "glm4_moe_lite"
         if hf.get("n_routed_experts") is not None:
             hf = {**(_OMITTED_LITE if is_lite else _OMITTED), **hf}
@@ -176,11 +171,11 @@ class DeepseekConfig(HubConfig):
                     f"mlp_layer_types is {shown(kinds)}; expected dense layers, then sparse ones"
                 )
             hf = {**hf, "first_k_dense_replace": dense}
-        return from_fields(cls, hf)
+        return super().from_hf(hf)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        hf = self.as_hf("deepseek_v3", "DeepseekV3ForCausalLM")
+        hf = super().to_hf()
         router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
         router["n_shared_experts"] = self.n_shared_experts
         return {

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from spec_jax.models.checks import check_ranges, check_stop_tokens, check_supported
-from spec_jax.models.config import PartialRotary, RopeConfig
+from spec_jax.models.checks import check_ranges
+from spec_jax.models.config import PartialRotary
 from spec_jax.models.families.deepseek import mlp as experts
 from spec_jax.models.families.deepseek import mlp_table, one_sparse_layer
 from spec_jax.models.families.registry import Family, LayerKind, register
@@ -16,18 +16,19 @@ from spec_jax.models.moe import check_groups
 from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, mlp_specs, outer_specs
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Glm4MoeConfig(PartialRotary):
     """The shape of a GLM-4.5 model. Field names are Hugging Face's.
 
     The first ``first_k_dense_replace`` layers are dense, all others have experts.
     """
 
-    vocab_size: int
-    hidden_size: int
+    saved_as: ClassVar[tuple[str, str]] = ("glm4_moe", "Glm4MoeForCausalLM")
+    supported: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    has_output_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
+
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     num_key_value_heads: int
     n_routed_experts: int
     num_experts_per_tok: int
@@ -40,26 +41,15 @@ class Glm4MoeConfig(PartialRotary):
     first_k_dense_replace: int = 1
     head_dim: int | None = None
     use_qk_norm: bool = False
-    attention_bias: bool = False
     partial_rotary_factor: float = 0.5
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 131072
-    rope: RopeConfig = RopeConfig()
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
-
-    has_output_bias: ClassVar[bool] = False
-    mlp_bias: ClassVar[bool] = False
 
     def __post_init__(self):
         self.settle("head_dim", may_be_0="first_k_dense_replace")
         check_ranges(self, first_k_dense_replace=(0, 2**31))
         self.settle_heads()
         check_groups(self)
-        self.check_rotary()
-        check_stop_tokens(self.eos_token_id, self.vocab_size)
 
     @property
     def has_qk_norm(self) -> bool:
@@ -70,19 +60,9 @@ class Glm4MoeConfig(PartialRotary):
         """Whether a layer has experts."""
         return index >= self.first_k_dense_replace
 
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> Glm4MoeConfig:
-        """Builds the config from a parsed config.json.
-
-        Raises:
-          ConfigError: an activation or a router is not supported, or a field is missing or wrong.
-        """
-        check_supported(hf, hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
-        return cls.of_fields(hf)
-
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model, without modules."""
-        return {**self.as_hf("glm4_moe", "Glm4MoeForCausalLM"), "num_nextn_predict_layers": 0}
+        return super().to_hf() | {"num_nextn_predict_layers": 0}
 
 
 def layer_tables(config: Glm4MoeConfig) -> list[dict[str, ParamSpec]]:

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
-from spec_jax.models.checks import check_ranges, check_supported, shown
-from spec_jax.models.config import EPS_RANGE, HubConfig, RopeConfig, from_fields
+from spec_jax.models.checks import check_ranges, shown
+from spec_jax.models.config import EPS_RANGE, HubConfig, RopeConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, check_one_document, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
@@ -44,13 +44,17 @@ def time_limits(value: Any) -> tuple[float, float]:
     return low, high
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Mamba2Config(HubConfig):
     """The shape of a Mamba-2 model. Field names are Hugging Face's."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
+    saved_as: ClassVar[tuple[str, str]] = ("mamba2", "Mamba2ForCausalLM")
+    # Nothing is rotated: the state knows the order of its tokens.
+    rope: ClassVar[RopeConfig] = RopeConfig()
+    rotary_dim: ClassVar[int] = 0
+    # A state never runs full; this only bounds the tokens that are kept as output.
+    max_position_embeddings: ClassVar[int] = 1 << 20
+
     num_heads: int
     head_dim: int
     state_size: int = 128
@@ -62,16 +66,6 @@ class Mamba2Config(HubConfig):
     use_conv_bias: bool = True
     use_bias: bool = False
     residual_in_fp32: bool = True
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
-
-    # Nothing is rotated: the state knows the order of its tokens.
-    rope: ClassVar[RopeConfig] = RopeConfig()
-    rotary_dim: ClassVar[int] = 0
-    # A state never runs full; this only bounds the tokens that are kept as output.
-    max_position_embeddings: ClassVar[int] = 1 << 20
 
     def __post_init__(self):
         check_ranges(self, layer_norm_epsilon=EPS_RANGE)
@@ -106,18 +100,9 @@ class Mamba2Config(HubConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Mamba2Config:
-        """Builds the config from a parsed config.json.
-
-        Raises:
-          ConfigError: the activation is not supported, or a field is missing or wrong.
-        """
-        if hf.get("hidden_act") != "swish":  # another name of the same
-            check_supported(hf, hidden_act="silu")
-        return from_fields(cls, hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json that transformers loads as the same model."""
-        return self.as_hf("mamba2", "Mamba2ForCausalLM")
+        """See ``HubConfig.from_hf``; "swish" is another name of the activation."""
+        is_swish = hf.get("hidden_act") == "swish"
+        return super().from_hf({**hf, "hidden_act": "silu"} if is_swish else hf)
 
 
 def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:

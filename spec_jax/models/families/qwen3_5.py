@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from spec_jax.errors import ConfigError
-from spec_jax.models.checks import check_sizes, check_supported
-from spec_jax.models.config import RopeConfig, text_part
+from spec_jax.models.checks import check_sizes
+from spec_jax.models.config import text_part
 from spec_jax.models.families.qwen3_next import (
     DeltaConfig,
     centred,
@@ -37,19 +37,17 @@ _SPARSE = (
 _MROPE = ("mrope_section", "mrope_interleaved")  # of text all sections have the same position
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Qwen35Config(DeltaConfig):
     """The shape of a Qwen3.5 language model. Field names are Hugging Face's.
 
     ``num_experts`` is None for dense layers, and ``intermediate_size`` for those of experts.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    supported: ClassVar[Mapping[str, Any]] = {"attn_output_gate": True, "output_gate_type": "swish"}
+    norm_topk_prob: ClassVar[bool] = True
+    mlp_bias: ClassVar[bool] = False
+
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
@@ -59,20 +57,6 @@ class Qwen35Config(DeltaConfig):
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int | None = None
-    linear_conv_kernel_dim: int = 4
-    layer_types: tuple[str, ...] = ()
-    partial_rotary_factor: float = 0.25
-    attention_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 32768
-    rope: RopeConfig = RopeConfig()
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
-
-    norm_topk_prob: ClassVar[bool] = True
-    mlp_bias: ClassVar[bool] = False
 
     def __post_init__(self):
         check_sizes(self, *(_SPARSE if self.is_sparse else ("intermediate_size",)))
@@ -96,11 +80,10 @@ class Qwen35Config(DeltaConfig):
             hf.pop(name, None)  # of the other kind, where a config states both
         if is_sparse and hf.get("num_experts") is None:
             raise ConfigError("num_experts is missing")
-        check_supported(hf, hidden_act="silu", attn_output_gate=True, output_gate_type="swish")
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = {n: x for n, x in hf[name].items() if n not in _MROPE}
-        return cls.of_fields(hf)
+        return super().from_hf(hf)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""

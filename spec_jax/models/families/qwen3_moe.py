@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from spec_jax.models.checks import check_sizes, check_supported
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families.qwen3_next import mlp, mlp_table
 from spec_jax.models.families.registry import Family, register
@@ -14,34 +13,25 @@ from spec_jax.models.layers import attention, pre_norm_layer
 from spec_jax.models.specs import ParamSpec, attention_specs, layer_specs, outer_specs
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Qwen3MoeConfig(ModelConfig):
     """The shape of a Qwen3-MoE model. ``intermediate_size`` is stated in files and not used."""
 
     architectures: ClassVar[Mapping[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
+    supported: ClassVar[Mapping[str, Any]] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    has_qk_norm: ClassVar[bool] = True
 
     model_type: str = "qwen3_moe"
-    num_experts: int = 0  # required, as the next two are; a field after others needs a default
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
     norm_topk_prob: bool = False
     num_key_value_heads: int = 4
     max_position_embeddings: int = 32768
 
-    has_qk_norm: ClassVar[bool] = True
-
-    def __post_init__(self):
-        check_sizes(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        super().__post_init__()
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3MoeConfig:
-        """Builds the config from a parsed config.json.
-
-        Raises:
-          ConfigError: some layers are dense, or what ``ModelConfig.from_hf`` refuses.
-        """
-        check_supported(hf, decoder_sparse_step=1, mlp_only_layers=[])
+        """See ``ModelConfig.from_hf``; the experts may also be counted as ``num_local_experts``."""
         return super().from_hf({"num_experts": hf.get("num_local_experts"), **hf})
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import check_sizes, check_stop_tokens, check_supported, shown
-from spec_jax.models.config import PartialRotary, RopeConfig
+from spec_jax.models.checks import check_sizes, shown
+from spec_jax.models.config import PartialRotary
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
 from spec_jax.models.families.registry import Family, LayerKind, register
@@ -38,8 +38,9 @@ _LINEAR = (
 )
 
 
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class DeltaConfig(PartialRotary):
-    """Mixin of configs whose layers are delta nets, or attend with a gate; each fourth by default.
+    """Base of configs whose layers are delta nets, or attend with a gate; each fourth by default.
 
     Without the sizes of linear attention (``linear_*``) every layer attends.
     """
@@ -47,10 +48,16 @@ class DeltaConfig(PartialRotary):
     has_zero_centred_norms: ClassVar[bool] = True
     has_qk_norm: ClassVar[bool] = True
 
+    num_key_value_heads: int
+    head_dim: int
+    linear_conv_kernel_dim: int = 4
+    layer_types: tuple[str, ...] = ()
+    partial_rotary_factor: float = 0.25
+    max_position_embeddings: int = 32768
+
     def __post_init__(self):
         self.settle()
         self.settle_heads()
-        self.check_rotary()
         if self.has_states:
             check_sizes(self, *_LINEAR)
             many = self.linear_num_value_heads
@@ -71,7 +78,6 @@ class DeltaConfig(PartialRotary):
                 f"{L} layers"
             )
         object.__setattr__(self, "layer_types", tuple(stated))
-        check_stop_tokens(self.eos_token_id, self.vocab_size)
 
     @property
     def has_states(self) -> bool:
@@ -99,8 +105,8 @@ class DeltaConfig(PartialRotary):
         )
 
     @classmethod
-    def of_fields(cls, hf: Mapping[str, Any]) -> Self:
-        """Calls ``PartialRotary.of_fields``, unless layers attend in a pattern that is not known.
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """See ``PartialRotary.from_hf``; refuses layers that attend in a pattern that is not known.
 
         Raises:
           ConfigError: they do, or a field is missing or wrong.
@@ -110,58 +116,34 @@ class DeltaConfig(PartialRotary):
             raise ConfigError(
                 f"full_attention_interval is {shown(every)} without layer_types; expected 4"
             )
-        return super().of_fields(hf)
+        return super().from_hf(hf)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Qwen3NextConfig(DeltaConfig):
     """The shape of a Qwen3-Next model. Field names are Hugging Face's.
 
     Without the sizes of linear attention (``linear_*``), as for MTP modules, every layer attends.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    saved_as: ClassVar[tuple[str, str]] = ("qwen3_next", "Qwen3NextForCausalLM")
+    supported: ClassVar[Mapping[str, Any]] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     num_hidden_layers: int = 1
     norm_topk_prob: bool = True
-    partial_rotary_factor: float = 0.25
-    attention_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 32768
-    rope: RopeConfig = RopeConfig()
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
-    linear_conv_kernel_dim: int = 4
-    layer_types: tuple[str, ...] = ()
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> Qwen3NextConfig:
-        """Builds the config from a parsed config.json.
-
-        Raises:
-          ConfigError: an activation or a mixture is not supported, or a field is missing or wrong.
-        """
-        check_supported(hf, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[])
-        return cls.of_fields(hf)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the keys of config.json that ``from_hf`` and transformers read."""
         left_out = () if self.has_states else _LINEAR
-        hf = self.as_hf("qwen3_next", "Qwen3NextForCausalLM", *left_out)
-        return hf | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        return self.as_hf(*self.saved_as, *left_out) | self.supported
 
 
 def layer_tables(config: Qwen3NextConfig) -> list[dict[str, ParamSpec]]:

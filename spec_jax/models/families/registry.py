@@ -20,7 +20,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import check_stop_tokens, shown
-from spec_jax.models.config import RopeConfig
+from spec_jax.models.config import RopeConfig, text_part
 from spec_jax.models.files import check_not_quantised, exists, naming, read_json
 from spec_jax.models.float8 import has_blocks
 from spec_jax.models.specs import ParamSpec
@@ -237,11 +237,13 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
     hf = read_json(file)
     check_not_quantised(file, {**hf, "quantization_config": None} if has_blocks(hf) else hf)
     generated = read_json(generation).get("eos_token_id") if exists(generation) else None
-    with naming(generation):
-        check_stop_tokens(generated, hf.get("vocab_size"))
     with naming(file):
         family = family_of_type(hf.get("model_type"))
-        check_stop_tokens(hf.get("eos_token_id"), hf.get("vocab_size"))
+        text = text_part(hf)
+        check_stop_tokens(text.get("eos_token_id"), text.get("vocab_size"))
+    with naming(generation):
+        check_stop_tokens(generated, text.get("vocab_size"))
+    with naming(file):
         if generated is not None:
             hf["eos_token_id"] = generated
         return family.config.from_hf(hf)
