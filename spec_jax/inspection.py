@@ -10,8 +10,6 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from spec_jax.drafters import registry
 from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import SpecJaxError
@@ -22,8 +20,9 @@ from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import exists, foreign_files, read_json
 from spec_jax.models.float8 import SCALE
 from spec_jax.models.params import declared, num_params
+from spec_jax.models.parts import Tensor
 from spec_jax.models.shards import INDEX, SINGLE
-from spec_jax.models.tensors import check_layers, open_tensors, stored_names, unfused, unread_index
+from spec_jax.models.tensors import check_layers, open_tensors, renamed, unfused, unread_index
 from spec_jax.models.tokenizer import Tokenizer
 
 _SHAPE = {  # keys of a config.json that say what a model is, and what they are called here
@@ -92,7 +91,7 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
       WeightsError: there is no such directory, or a file in it is damaged.
     """
     directory = find_directory(name_or_path)
-    shapes, notes = _headers(directory)
+    tensors, dtypes, notes = _headers(directory)
     is_gguf = gguf.is_gguf(directory)
     hf = {}
     config = refused = None
@@ -100,8 +99,8 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
         hf, refused = _attempt(read_json, directory / "config.json")
     elif exists(directory / "config.json"):
         hf = read_json(directory / "config.json")
-    kind = "weights" if shapes else "no checkpoint"
-    if hf and shapes:
+    kind = "weights" if tensors else "no checkpoint"
+    if hf and tensors:
         found, error = _attempt(registry.detect, directory)
         if error is not None:
             notes.append(error)
@@ -110,7 +109,7 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
             notes.append("load_draft(…, target) reads it, for a target of its width and vocabulary")
         else:
             kind = "model"
-            config, refused = _attempt(_config, directory, len(shapes))
+            config, refused = _attempt(_config, directory, len(tensors))
     elif hf:
         _, refused = _attempt(_config, directory, 0)
         notes.append(f"config.json says model_type {hf.get('model_type')!r}; no weights to read")
@@ -125,21 +124,21 @@ def inspect(name_or_path: str | pathlib.Path) -> Inspection:
             facts |= _tokens(tokenizer, config)
     if config is not None:
         facts["tied embeddings"] = "yes" if config.tie_word_embeddings else "no"
-        if holds_modules(hf, frozenset(shapes)):
+        if holds_modules(hf, tensors.keys()):
             notes.append("it holds MTP modules; load_mtp(…, target) reads them")
-        notes += _compare(config, shapes)
+        notes += _compare(config, tensors)
     counted = sum(
-        math.prod(shape)
-        for name, (shape, dtype) in shapes.items()
-        if not dtype.startswith(("int", "uint", "bool")) and not name.endswith(SCALE)
+        math.prod(x.shape)
+        for name, x in tensors.items()
+        if not dtypes[name].startswith(("int", "uint", "bool")) and not name.endswith(SCALE)
     )
     files = [directory] if is_gguf else directory.iterdir()
     return Inspection(
         name=str(name_or_path),
         directory=directory,
         kind=kind,
-        num_params=counted if shapes else None,
-        dtypes=dict(collections.Counter(dtype for _, dtype in shapes.values())),
+        num_params=counted if tensors else None,
+        dtypes=dict(collections.Counter(dtypes[name] for name in sorted(dtypes))),
         num_bytes=sum(path.stat().st_size for path in files if path.is_file()),
         facts=facts,
         notes=tuple(notes),
@@ -162,28 +161,23 @@ def _config(directory: pathlib.Path, num_tensors: int) -> AnyConfig:
     return config
 
 
-def _headers(directory: pathlib.Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
-    """Returns shape and stored dtype of every tensor by name, and notes."""
+def _headers(directory: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
+    """Returns every tensor and the dtype that it is stored in, by name, and notes."""
     if gguf.is_gguf(directory):
-        source = gguf.GgufTensors(gguf.read_header(directory), {})
-        return {
-            n: (source.tensor(n).shape, source.stored_as(n)) for n in sorted(source.names())
-        }, []
+        header = gguf.read_header(directory)
+        places = gguf.places(header).items()
+        dtypes = {name: header.tensors[stored].type.name for name, (stored, _) in places}
+        return gguf.tensors_of(header, {}), dtypes, []
     if not any((directory / name).exists() for name in (SINGLE, INDEX)):
         pickles = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
         note = f"the weights are files of torch ({', '.join(pickles[:3])}), which are loaded where "
         note += "torch is, and not counted here"
         why = foreign_files(directory).removeprefix(": ") or "there are no weights"
-        return {}, [note if pickles else why]
-    found = {}
+        return {}, {}, [note if pickles else why]
     with contextlib.ExitStack() as stack:
-        reader = open_tensors(directory, stack)
-        for name in sorted(reader.left):
-            tensor, error = _attempt(reader.tensor, name)
-            if error is not None:  # a dtype that is not known
-                return found, [error]
-            found[name] = tensor.shape, np.dtype(tensor.dtype).name
-    return found, [*unread_index(directory)]
+        tensors = open_tensors(directory, stack)
+    dtypes = {name: x.dtype.name for name, x in tensors.items()}
+    return tensors, dtypes, [*unread_index(directory)]
 
 
 def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
@@ -216,12 +210,10 @@ def _tokens(tokenizer: Tokenizer, config: AnyConfig | None) -> dict[str, str]:
     }
 
 
-def _compare(config: AnyConfig, shapes: Mapping[str, Any]) -> list[str]:
+def _compare(config: AnyConfig, tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns notes on tensors that the config does not ask for, or that are missing."""
-    inside = unfused({name: shape for name, (shape, _) in shapes.items()})
-    names = set(shapes) - {name for name, *_ in inside.values()} | set(inside)
-    names -= {f"{name}{SCALE}" for name in shapes}
-    names = set(stored_names(names, family_of(config).prefixes))
+    names = set(renamed(unfused(tensors), family_of(config).prefixes))
+    names -= {f"{name}{SCALE}" for name in names}
     asked = {
         spec.hf_name.format(i=layer, e=e)
         for _, spec, layer in declared(config)

@@ -262,7 +262,7 @@ def has_own_modules(directory: pathlib.Path) -> bool:
       WeightsError: its files cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        names = frozenset(open_tensors(directory, stack).left)
+        names = frozenset(open_tensors(directory, stack))
     return holds_modules(read_json(directory / "config.json"), names)
 
 

@@ -198,7 +198,7 @@ MUTATIONS = mutants.read("""
         StateCache.with_window: f_(g_, index=index, axis=0) -> f_(g_, index=0, axis=0)
         test_a_loop_over_layers_decodes_as_layers_in_turn
     gates and their other halves are exchanged
-        tensors.unfused: ("gate_proj", "up_proj") -> ("up_proj", "gate_proj")
+        tensors.expert_places: ("gate_proj", "up_proj") -> ("up_proj", "gate_proj")
         test_logits_of_a_directory_written_by_transformers
     the value of a latent is the end of its slot
         deepseek._attend_latents: x_[..., :rank] -> x_[..., -rank:]
@@ -210,7 +210,7 @@ MUTATIONS = mutants.read("""
         DeepseekConfig.attention_scale: scale * x_ ** 2 -> scale
         test_logits_of_a_directory_written_by_transformers[deepseek, yarn]
     a row of blocks has one scale
-        float8.Dequantised.tensor: np.asarray(r) // b - y_ -> 0 * np.asarray(r)
+        float8._scaled: np.asarray(r) // b - y_ -> 0 * np.asarray(r)
         test_float8_blocks_are_multiplied_by_their_scales
     a delta net adds to what its key held
         delta.correct: v_BTNH - x_ -> v_BTNH
@@ -429,7 +429,7 @@ MUTATIONS = mutants.read("""
         Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]
     rows of queries stay in pairs
-        GgufTensors._read_paired: pairs.swapaxes(1, 2) -> pairs
+        gguf.tensors._read_paired: pairs.swapaxes(1, 2) -> pairs
         test_a_file_is_the_model_that_it_was_made_from[llama-Q8_0]
     * a file's fields that are not read are passed over
         config._check_read: key in x_ or y_ -> True

@@ -45,7 +45,7 @@ from spec_jax.models.loaded import LoadedModel, family_name
 from spec_jax.models.params import Params, flat_table, nest, table_placement
 from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts, stack
 from spec_jax.models.specs import ParamSpec
-from spec_jax.models.tensors import StrictReader, Unfused, on_host, open_files, save_tensors
+from spec_jax.models.tensors import StrictReader, on_host, open_tensors, save_tensors, unfused
 from spec_jax.sharding import SHARDED, AxisRules, named
 
 SPECULATORS = "speculators"
@@ -159,7 +159,7 @@ class Reading:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     config: Any = None
-    files: Any = None
+    files: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     tensors: StrictReader | None = None
 
     @property
@@ -289,7 +289,7 @@ class HeadFormats:
         """
         return array
 
-    def source(self, reading: Reading) -> Any:
+    def source(self, reading: Reading) -> Mapping[str, Tensor]:
         """Returns the tensors of the head among those of the directory, which are ``files``."""
         check_not_quantised(reading.directory / "config.json", reading.hf)
         return reading.files
@@ -411,9 +411,8 @@ class HeadFormats:
         """
         file = directory / "config.json"
         hf = read_json(file)
-        files = Unfused(open_files(directory, stack))
-        names = frozenset(files.names())
-        reading = Reading(hf, names, target, overrides, directory, files=files)
+        files = unfused(open_tensors(directory, stack))
+        reading = Reading(hf, files.keys(), target, overrides, directory, files=files)
         with naming(file):
             reading.config = self.config_of(reading)
         reading.tensors = StrictReader(directory, self.source(reading))

@@ -395,7 +395,7 @@ def detect(directory: pathlib.Path) -> DrafterKind:
     """
     hf = read_json(directory / "config.json")
     with contextlib.ExitStack() as stack:
-        names = frozenset(open_tensors(directory, stack).left)
+        names = frozenset(open_tensors(directory, stack))
     for kind in reversed(_KINDS.values()):
         if kind.format.detect(hf, names):
             return kind

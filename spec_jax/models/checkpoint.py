@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,23 +24,22 @@ from spec_jax.models.checks import integers_of, is_integer
 from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import read_json, write_json, write_once
-from spec_jax.models.float8 import METHOD, Dequantised, block_of, has_blocks
+from spec_jax.models.float8 import METHOD, SCALE, block_of, dequantised, has_blocks
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.specs import ParamSpec
 from spec_jax.models.tensors import (
-    Renamed,
     StrictReader,
-    Unfused,
     check_layers,
     on_host,
-    open_files,
+    open_tensors,
+    renamed,
     save_tensors,
+    unfused,
 )
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules
 
-_log = logging.getLogger(__name__)
 _HEAD = "lm_head.weight"
 _MODULES = ("mtp.", "model.mtp_layers.")  # what ``load_mtp`` reads from the same directory
 
@@ -88,34 +86,32 @@ def load_pretrained(
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
     config = with_attention(config, attention)
     with contextlib.ExitStack() as files:
-        source = open_files(directory, files)
-        check_layers(directory, config.num_hidden_layers, len(source.names()))
+        stored = open_tensors(directory, files)
+        check_layers(directory, config.num_hidden_layers, len(stored))
         where = None if mesh is None else placement(str(directory), config, mesh, axis_rules)
-        whole = _dequantised(directory, Unfused(source), hf) if has_blocks(hf) else Unfused(source)
-        named = Renamed(whole, family_of(config).prefixes)
-        tensors = StrictReader(directory, named)
-        tensors.sizes = integers_of(config)
+        stored = renamed(unfused(stored), family_of(config).prefixes)
+        own = {name: x for name, x in stored.items() if not _is_of_module(name, hf, config)}
+        if has_blocks(hf):
+            _check_has_scales(directory, stored)
+            own = dequantised(directory, own, block_of(hf))
+        tensors = StrictReader(directory, own, integers_of(config))
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
         weights = assemble(config, functools.partial(_weight, tensors, dtype), stack)
         if ends is not None:
             weights["embed"] = ends
-        tensors.left -= {name for name in tensors.left if _is_of_module(name, hf, config)}
         tensors.finish()
         params = jax.tree.map(read_onto, weights, *([] if where is None else [where]))
-        _log.info("%s: read %d bytes of tensors in this process", directory, source.bytes_read)
     return params, config
 
 
-def _dequantised(directory: pathlib.Path, source: Any, hf: Mapping[str, Any]) -> Dequantised:
-    """The tensors times their scales, of which there are some."""
-    tensors = Dequantised(directory, source, block_of(hf))
-    if not tensors.count:
+def _check_has_scales(directory: pathlib.Path, names: Iterable[str]) -> None:
+    """Refuses a quantization_config of weights that have no scales."""
+    if not any(name.endswith(SCALE) for name in names):
         raise ConfigError(
             f"{directory / 'config.json'} has a quantization_config: blocks of {METHOD}, yet no "
             "tensor has scales; if the weights are plain, remove quantization_config from the file"
         )
-    return tensors
 
 
 def _is_of_module(name: str, hf: Mapping[str, Any], config: AnyConfig) -> bool:

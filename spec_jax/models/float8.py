@@ -42,64 +42,54 @@ def has_blocks(hf: Mapping[str, Any]) -> bool:
     return is_stated and said.get("quant_method") == METHOD
 
 
-class Dequantised:
-    """Tensors in float32 where they are stored as 8-bit floats, and without the scales.
+def dequantised(
+    directory: pathlib.Path, tensors: Mapping[str, Tensor], block: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Returns tensors in float32 where they are stored as 8-bit floats, and without the scales.
 
     Args:
       directory: for messages.
-      source: of ``tensors.StrictReader``.
+      tensors: by name.
       block: rows and columns that share a scale.
 
-    Attributes:
-      count: how many tensors have scales.
+    Raises:
+      WeightsError: one has 8 bits and no scales, scales of another shape, or scales and more bits.
     """
 
-    def __init__(self, directory: pathlib.Path, source: Any, block: tuple[int, int]):
-        self._directory = directory
-        self._source = source
-        self._block = block
-        names = source.names()
-        self._scaled = {name for name in names if f"{name}{SCALE}" in names}
-        self._names = names - {f"{name}{SCALE}" for name in self._scaled}
-        self.count = len(self._scaled)
+    def plain(name: str, stored: Tensor) -> Tensor:
+        if f"{name}{SCALE}" in tensors:
+            return _scaled(directory, name, stored, tensors[f"{name}{SCALE}"], block)
+        if stored.dtype.itemsize == 1:
+            message = f"tensor {name}{SCALE} is missing, of {stored.dtype.name} {name}"
+            raise WeightsError(f"{directory}: {message}")
+        return stored
 
-    def names(self) -> set[str]:
-        """All but the scales of tensors that are there."""
-        return self._names
+    scales = {f"{name}{SCALE}" for name in tensors}
+    return {name: plain(name, x) for name, x in tensors.items() if name not in scales}
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns the tensor of one of these names.
 
-        Raises:
-          WeightsError: it has 8 bits and no scales, scales of another shape, or scales and
-            more bits.
-        """
-        stored = self._source.tensor(name)
-        scale = f"{name}{SCALE}"
-        if name not in self._scaled:
-            if stored.dtype.itemsize == 1:
-                message = f"tensor {scale} is missing, of {stored.dtype.name} {name}"
-                raise WeightsError(f"{self._directory}: {message}")
-            return stored
-        if stored.dtype.itemsize != 1:
-            raise WeightsError(
-                f"{self._directory}: there is a tensor {scale}, but {name} is stored as "
-                f"{stored.dtype.name}; only 8-bit floats have scales"
-            )
-        factors = self._source.tensor(scale)
-        expected = tuple(-(-n // b) for n, b in zip(stored.shape, self._block))
-        if len(stored.shape) != 2 or factors.shape != expected:
-            raise WeightsError(
-                f"{self._directory}: tensor {scale} has shape {list(factors.shape)}; {name} of "
-                f"shape {list(stored.shape)} has {list(expected)} blocks of {list(self._block)}"
-            )
+def _scaled(
+    directory: pathlib.Path, name: str, stored: Tensor, factors: Tensor, block: tuple[int, int]
+) -> Tensor:
+    """A tensor times its factors."""
+    if stored.dtype.itemsize != 1:
+        raise WeightsError(
+            f"{directory}: there is a tensor {name}{SCALE}, but {name} is stored as "
+            f"{stored.dtype.name}; only 8-bit floats have scales"
+        )
+    expected = tuple(-(-n // b) for n, b in zip(stored.shape, block))
+    if len(stored.shape) != 2 or factors.shape != expected:
+        raise WeightsError(
+            f"{directory}: tensor {name}{SCALE} has shape {list(factors.shape)}; {name} of "
+            f"shape {list(stored.shape)} has {list(expected)} blocks of {list(block)}"
+        )
 
-        def read(part: Part) -> np.ndarray:
-            within = list(zip(part, self._block))
-            blocks = tuple(range(r.start // b, -(-r.stop // b)) for r, b in within)
-            scales = factors.read(blocks).astype(np.float32)
-            for axis, (r, b) in enumerate(within):
-                scales = scales.take(np.asarray(r) // b - r.start // b, axis=axis)
-            return stored.read(part).astype(np.float32) * scales
+    def read(part: Part) -> np.ndarray:
+        within = list(zip(part, block))
+        blocks = tuple(range(r.start // b, -(-r.stop // b)) for r, b in within)
+        scales = factors.read(blocks).astype(np.float32)
+        for axis, (r, b) in enumerate(within):
+            scales = scales.take(np.asarray(r) // b - r.start // b, axis=axis)
+        return stored.read(part).astype(np.float32) * scales
 
-        return Tensor(stored.shape, np.dtype(np.float32), read)
+    return Tensor(stored.shape, np.dtype(np.float32), read)

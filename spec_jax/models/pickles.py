@@ -28,8 +28,8 @@ _OTHER = {
 }
 
 
-class Pickles:
-    """The tensors of ``pytorch_model.bin``, or of several such files and their index.
+def open_pickles(directory: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the tensors of ``pytorch_model.bin``, or of several such files and their index.
 
     The files are mapped into memory, and each part is read when it is asked for. Files of torch
     before 1.6 are read whole.
@@ -37,49 +37,32 @@ class Pickles:
     Args:
       directory: holds the files.
 
-    Attributes:
-      bytes_read: of tensors, so far.
-
     Raises:
-      WeightsError: torch is not installed, or a file cannot be read.
+      WeightsError: torch is not installed, a file cannot be read, or a dtype is not known.
     """
+    files = weight_files(directory, PICKLE, PICKLE_INDEX)
+    return {name: _tensor(name, x) for file in files for name, x in _load(file).items()}
 
-    def __init__(self, directory: pathlib.Path):
-        self.bytes_read = 0
-        self._tensors: dict[str, Any] = {}
-        for file in weight_files(directory, PICKLE, PICKLE_INDEX):
-            self._tensors.update(_load(file))
 
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._tensors)
+def _tensor(name: str, tensor: Any) -> Tensor:
+    """A tensor of torch as ours."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind in _OTHER:
+        import torch
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns a tensor as it is stored; nothing of it is read yet.
+        width, dtype = _OTHER[kind]
+        tensor = tensor.view(getattr(torch, width))
+        stored = np.dtype(dtype)
+    else:
+        try:
+            stored = tensor[:0].numpy().dtype if tensor.ndim else tensor.numpy().dtype
+        except (TypeError, RuntimeError) as error:
+            raise WeightsError(f"tensor {name} has dtype {kind}: {error}") from error
 
-        Raises:
-          WeightsError: it has a dtype that is not known.
-        """
-        tensor = self._tensors[name]
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if kind in _OTHER:
-            import torch
+    def read(part: Part) -> np.ndarray:
+        return tensor[tuple(slice(r.start, r.stop) for r in part)].numpy().view(stored)
 
-            width, dtype = _OTHER[kind]
-            tensor = tensor.view(getattr(torch, width))
-            stored = np.dtype(dtype)
-        else:
-            try:
-                stored = tensor[:0].numpy().dtype if tensor.ndim else tensor.numpy().dtype
-            except (TypeError, RuntimeError) as error:
-                raise WeightsError(f"tensor {name} has dtype {kind}: {error}") from error
-
-        def read(part: Part) -> np.ndarray:
-            array = tensor[tuple(slice(r.start, r.stop) for r in part)].numpy().view(stored)
-            self.bytes_read += array.nbytes
-            return array
-
-        return Tensor(tuple(tensor.shape), stored, read)
+    return Tensor(tuple(tensor.shape), stored, read)
 
 
 def _load(file: pathlib.Path) -> dict[str, Any]:

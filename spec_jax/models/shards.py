@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -97,79 +97,63 @@ def _is_inside(name: str) -> bool:
     return is_plain and "\0" not in name
 
 
-class Shards:
-    """The tensors of a directory's safetensors files, each part read when it is asked for.
+def open_shards(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    """Returns the tensors of a directory's safetensors files, by name, see ``open_shard``."""
+    files = weight_files(directory, SINGLE, INDEX)
+    return {name: x for path in files for name, x in open_shard(path, stack).items()}
+
+
+def open_shard(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file, by name; each part is read when it is asked for.
 
     Args:
-      directory: holds one file, or shards and their index.
-      stack: closes the files.
-
-    Attributes:
-      bytes_read: of tensors, so far.
+      path: of the file.
+      stack: closes it.
 
     Raises:
-      WeightsError: a file cannot be read.
+      WeightsError: it cannot be read, or a tensor has a dtype that is not known.
     """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
+        with safe_open(path, framework="numpy") as file:  # checks the whole header
+            names = file.keys()
+        file = stack.enter_context(open(path, "rb", buffering=0))
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(begin - 8).decode())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
+    return {name: _tensor(file, begin, name, header[name]) for name in names}
 
-    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
-        self.bytes_read = 0
-        self._where: dict[str, tuple[Any, int, dict]] = {}  # file, its begin in it, what it is
-        for path in weight_files(directory, SINGLE, INDEX):
-            try:
-                if path.exists() and not path.is_file():
-                    raise OSError("it is not a regular file")
-                with safe_open(path, framework="numpy") as file:  # checks the whole header
-                    names = file.keys()
-                file = stack.enter_context(open(path, "rb", buffering=0))
-                begin = 8 + int.from_bytes(file.read(8), "little")
-                header = parse_json(file.read(begin - 8).decode())
-            except (OSError, ValueError, SafetensorError) as error:
-                raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
-            self._where.update({name: (file, begin, header[name]) for name in names})
 
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._where)
+def _tensor(file: BinaryIO, begin: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+    """The tensor that an entry of a header describes."""
+    shape = tuple(entry["shape"])
+    if entry["dtype"] not in _DTYPES:
+        raise WeightsError(
+            f"{file.name}: tensor {name} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}"
+        )
+    dtype = _DTYPES[entry["dtype"]]
+    begin += entry["data_offsets"][0]
 
-    def names_in(self, path: pathlib.Path) -> set[str]:
-        """The names of the tensors of one of its files."""
-        return {name for name, (file, *_) in self._where.items() if file.name == str(path)}
+    def read(part: Part) -> np.ndarray:
+        array = np.empty([len(r) for r in part], dtype)
+        content = memoryview(array.reshape(-1).view(np.uint8))
+        for offset, size in _runs(part, shape, dtype.itemsize):
+            _fill(file, begin + offset, content[:size], name)
+            content = content[size:]
+        return array
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns a tensor as it is stored; nothing of it is read yet.
+    return Tensor(shape, dtype, read)
 
-        Raises:
-          WeightsError: it has a dtype that is not known.
-        """
-        file, begin, entry = self._where[name]
-        if entry["dtype"] not in _DTYPES:
-            raise WeightsError(
-                f"{file.name}: tensor {name} has dtype {entry['dtype']}; known: "
-                f"{', '.join(_DTYPES)}"
-            )
-        shape = tuple(entry["shape"])
-        dtype = _DTYPES[entry["dtype"]]
-        begin += entry["data_offsets"][0]
 
-        def read(part: Part) -> np.ndarray:
-            array = np.empty([len(r) for r in part], dtype)
-            content = memoryview(array.reshape(-1).view(np.uint8))
-            done = 0
-            for offset, size in _runs(part, shape, dtype.itemsize):
-                self._fill(file, begin + offset, content[done : done + size], name)
-                done += size
-            return array
-
-        return Tensor(shape, dtype, read)
-
-    def _fill(self, file, offset: int, content: memoryview, name: str) -> None:
-        file.seek(offset)
-        while content:
-            count = file.readinto(content)
-            if not count:
-                raise WeightsError(f"{file.name} ends within tensor {name}")
-            self.bytes_read += count
-            content = content[count:]
+def _fill(file: BinaryIO, offset: int, content: memoryview, name: str) -> None:
+    file.seek(offset)
+    while content:
+        count = file.readinto(content)
+        if not count:
+            raise WeightsError(f"{file.name} ends within tensor {name}")
+        content = content[count:]
 
 
 def _runs(part: Part, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -25,10 +26,11 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import gguf
 from spec_jax.models.files import foreign_files, write_json
 from spec_jax.models.parts import Part, Tensor
-from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, Pickles
-from spec_jax.models.shards import INDEX, SINGLE, Shards, indexed_files, weight_files
+from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, open_pickles
+from spec_jax.models.shards import INDEX, SINGLE, indexed_files, open_shards, weight_files
 from spec_jax.models.specs import ParamSpec
 
+T = TypeVar("T")
 _DERIVED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints carry along
 
 
@@ -37,19 +39,23 @@ class StrictReader:
 
     Args:
       directory: for messages.
-      source: ``Shards``, ``Pickles``, or another object with ``names() -> set[str]`` and
-        ``tensor(name) -> Tensor``.
+      tensors: by name.
+      sizes: the integers of config.json by name, for messages about shapes.
 
     Attributes:
-      left: names of the tensors that have not been taken yet.
-      sizes: the integers of config.json by name, for messages about shapes.
+      left: the tensors that have not been taken yet.
+      sizes: as given.
     """
 
-    def __init__(self, directory: pathlib.Path, source: Any):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        tensors: Mapping[str, Tensor],
+        sizes: Mapping[str, int] = types.MappingProxyType({}),
+    ):
         self._directory = directory
-        self._source = source
-        self.sizes = {}
-        self.left = {name for name in source.names() if not name.endswith(_DERIVED)}
+        self.sizes = sizes
+        self.left = dict(tensors)
 
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor as it is stored, and leaves it. Nothing of it is read yet.
@@ -61,7 +67,7 @@ class StrictReader:
         """
         if name not in self.left:
             raise WeightsError(f"{self._directory}: tensor {name} is missing{self._near(name)}")
-        tensor = self._source.tensor(name)
+        tensor = self.left[name]
 
         def read(part: Part) -> np.ndarray:
             array = tensor.read(part)
@@ -102,7 +108,7 @@ class StrictReader:
                 f"{self._directory}: tensor {name} has shape {list(tensor.shape)}; "
                 f"config.json asks for {list(shape)}{self._origin(tensor.shape, shape)}"
             )
-        self.left.discard(name)
+        del self.left[name]
         return tensor
 
     def _origin(self, stored: tuple[int, ...], asked: tuple[int, ...]) -> str:
@@ -149,47 +155,26 @@ class StrictReader:
             raise WeightsError(f"{self._directory}: unexpected tensors {names}")
 
 
-def stored_names(names: Iterable[str], prefixes: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the names in files by those in a family's tables, without other parts of a model.
+def renamed(tensors: Mapping[str, T], prefixes: Mapping[str, str | None]) -> dict[str, T]:
+    """Returns tensors by their names in a family's tables, without other parts of a model.
 
     Args:
-      names: in files.
+      tensors: or anything else, by the names in files.
       prefixes: see ``Family.prefixes``.
     """
-    stored = {}
-    for name in names:
+    ours = {}
+    for name, tensor in tensors.items():
         old = next((old for old in prefixes if name.startswith(old)), "")
         new = prefixes.get(old, "")
         if new is not None:
-            stored[new + name.removeprefix(old)] = name
-    return stored
-
-
-class Renamed:
-    """Tensors under the names of a family's tables, see ``stored_names``.
-
-    Args:
-      source: of ``StrictReader``.
-      prefixes: see ``Family.prefixes``.
-    """
-
-    def __init__(self, source: Any, prefixes: Mapping[str, str | None]):
-        self._source = source
-        self._stored = stored_names(source.names(), prefixes)
-
-    def names(self) -> set[str]:
-        """All that are left."""
-        return set(self._stored)
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns the tensor of one of these names."""
-        return self._source.tensor(self._stored[name])
+            ours[new + name.removeprefix(old)] = tensor
+    return ours
 
 
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-def unfused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, int, range]]:
+def expert_places(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, int, range]]:
     """Returns where the matrices of experts are that files hold as one tensor a layer.
 
     ``experts.gate_up_proj [X,2F,D]``, gates first, and ``experts.down_proj [X,D,F]`` hold what
@@ -215,36 +200,16 @@ def unfused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, int, ra
     return inside
 
 
-class Unfused:
-    """A view of tensors in which each expert has its own, see ``unfused``.
-
-    Args:
-      source: of ``StrictReader``.
-    """
-
-    def __init__(self, source: Any):
-        names = source.names()
-        fused = {name: source.tensor(name).shape for name in names if name.endswith(_FUSED)}
-        self._source = source
-        self._inside = unfused(fused)
-        self._names = names - {name for name, *_ in self._inside.values()} | set(self._inside)
-
-    def names(self) -> set[str]:
-        """All of them, those of experts apart."""
-        return self._names
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns the tensor of one of these names."""
-        if name not in self._inside:
-            return self._source.tensor(name)
-        stored, expert, rows = self._inside[name]
-        return self._source.tensor(stored).within(expert, rows)
+def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which each expert has its own, see ``expert_places``."""
+    places = expert_places({name: x.shape for name, x in tensors.items()})
+    fused = {name for name, *_ in places.values()}
+    experts = {name: tensors[stored].within(e, rows) for name, (stored, e, rows) in places.items()}
+    return {name: x for name, x in tensors.items() if name not in fused} | experts
 
 
-def open_files(
-    directory: pathlib.Path, stack: contextlib.ExitStack
-) -> Shards | Pickles | gguf.GgufTensors:
-    """Opens a directory's safetensors, or the files of torch if it has none; or a GGUF file.
+def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    """Returns the tensors of a directory's safetensors, or of files of torch; or of a GGUF file.
 
     Args:
       directory: of the checkpoint.
@@ -260,11 +225,13 @@ def open_files(
         raise WeightsError(
             f"{directory} has neither {SINGLE} nor {INDEX} nor {PICKLE}{foreign_files(directory)}"
         )
-    return Shards(directory, stack) if SINGLE in names else Pickles(directory)
+    has_safetensors = SINGLE in names
+    tensors = open_shards(directory, stack) if has_safetensors else open_pickles(directory)
+    return {name: x for name, x in tensors.items() if not name.endswith(_DERIVED)}
 
 
 def stored_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files that ``open_files`` reads; none if there are no weights.
+    """Returns the files that ``open_tensors`` reads; none if there are no weights.
 
     Raises:
       WeightsError: see ``weight_files``.
@@ -299,11 +266,6 @@ def unread_index(directory: pathlib.Path) -> tuple[str, ...]:
         f"there are {single} and {index}, which names other files; {single} alone is read, "
         "as by transformers. Delete the one that is out of date.",
     )
-
-
-def open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> StrictReader:
-    """Opens a directory's files as ``open_files`` does, to take all of their tensors."""
-    return StrictReader(directory, open_files(directory, stack))
 
 
 def check_layers(directory: pathlib.Path, num_layers: int, num_tensors: int) -> None:

@@ -26,7 +26,6 @@ from spec_jax.inspection import inspect
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.gguf import Header, header, open_tensors, read_header, read_tokenizer
-from spec_jax.models.gguf.tensors import GgufTensors
 from spec_jax.models.rope import rope_frequencies
 from spec_jax.planning.presets import find_config
 
@@ -112,7 +111,7 @@ def test_a_part_of_a_quantised_tensor_is_that_part_of_its_values(tmp_path, name)
     assert name in inspect(tmp_path).dtypes
     for array, (key, ours) in zip(values, tensors_of(config, loaded.params).items(), strict=True):
         np.testing.assert_array_equal(ours, array, key)
-    tensor = open_tensors(tmp_path / "tiny.gguf").tensor("model.layers.1.self_attn.q_proj.weight")
+    tensor = open_tensors(tmp_path / "tiny.gguf")["model.layers.1.self_attn.q_proj.weight"]
     part = (range(70, 131), range(5, 200))
     np.testing.assert_array_equal(tensor.read(part), tensor.read_whole()[70:131, 5:200])
 
@@ -516,10 +515,10 @@ def test_a_file_needs_the_package_and_a_folder_one_file(tmp_path, whole, monkeyp
 def test_a_tensor_that_ends_early_is_refused(tmp_path, whole):
     file = tmp_path / "tiny.gguf"
     file.write_bytes(whole)
-    source = open_tensors(file)
+    tensors = open_tensors(file)
     file.write_bytes(whole[:-2000])
     with pytest.raises(WeightsError, match="ends within a tensor"):
-        for name in source.names():
-            source.tensor(name).read_whole()
+        for tensor in tensors.values():
+            tensor.read_whole()
     with pytest.raises(WeightsError, match="the file ends within tensor"):
-        GgufTensors(read_header(file), {})
+        read_header(file)

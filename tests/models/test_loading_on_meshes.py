@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import sys
 
 import jax
@@ -50,16 +51,18 @@ MODELS = {
 
 
 @pytest.fixture
-def opened(monkeypatch):
-    """The readers of shards that were made, which count what they read."""
-    made, init = [], shards_module.Shards.__init__
+def bytes_read(monkeypatch):
+    """Of tensors in files, one number a read."""
+    counts = []
 
-    def note(self, *args):
-        made.append(self)
-        init(self, *args)
+    class Counted(io.FileIO):
+        def readinto(self, buffer):
+            counts.append(super().readinto(buffer))
+            return counts[-1]
 
-    monkeypatch.setattr(shards_module.Shards, "__init__", note)
-    return made
+    counted = lambda path, mode, buffering: Counted(path, mode)
+    monkeypatch.setattr(shards_module, "open", counted, raising=False)
+    return counts
 
 
 @pytest.fixture
@@ -191,14 +194,15 @@ def test_a_kind_that_reads_whole_heads_is_placed_afterwards(llama, tmp_path):
 
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
-def test_every_byte_is_read_once_however_many_devices_share_it(llama, opened, scan_layers):
+def test_every_byte_is_read_once_however_many_devices_share_it(llama, bytes_read, scan_layers):
     size = sum(x.nbytes for x in load_file(llama / SINGLE).values())
     for where in (None, mesh("data:8,tensor:1"), mesh("data:2,tensor:4"), mesh("data:1,tensor:8")):
+        bytes_read.clear()
         load_pretrained(llama, scan_layers=scan_layers, mesh=where)
-        assert opened[-1].bytes_read == size
+        assert sum(bytes_read) == size
 
 
-def test_parts_are_those_of_the_whole_tensor(tmp_path):
+def test_parts_are_those_of_the_whole_tensor(tmp_path, bytes_read):
     """Any part of any tensor, against the same tensor sliced by NumPy."""
     random = np.random.RandomState(0)
     shapes = [(), (7,), (5, 6), (4, 1, 3), (2, 3, 4, 5)]
@@ -209,18 +213,18 @@ def test_parts_are_those_of_the_whole_tensor(tmp_path):
     }
     save_file(arrays, tmp_path / SINGLE)
     with contextlib.ExitStack() as stack:
-        shards = shards_module.Shards(tmp_path, stack)
+        tensors = shards_module.open_shards(tmp_path, stack)
         for name, array in arrays.items():
-            tensor = shards.tensor(name)
+            tensor = tensors[name]
             assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype)
             for _ in range(30):
                 ends = [sorted(random.choice(n + 1, 2, replace=False)) for n in array.shape]
                 index = tuple(slice(*map(int, pair)) for pair in ends)
-                before = shards.bytes_read
+                bytes_read.clear()
                 np.testing.assert_array_equal(
                     tensor.read(part_at(index, array.shape)), array[index]
                 )
-                assert shards.bytes_read - before == array[index].nbytes
+                assert sum(bytes_read) == array[index].nbytes
                 part = part_at(index[::-1], array.shape[::-1])
                 np.testing.assert_array_equal(tensor.T.read(part), array.T[index[::-1]])
 
@@ -278,7 +282,7 @@ def test_a_value_that_only_one_device_reads_is_found(llama, at):
         load_pretrained(llama, mesh=where)
 
 
-def test_what_is_wrong_is_named_before_anything_is_read(llama, opened):
+def test_what_is_wrong_is_named_before_anything_is_read(llama, bytes_read):
     for change, words in (
         (lambda t: t.update({NAME: t[NAME].astype(np.complex64)}), f"{NAME} has dtype C64"),
         (lambda t: t.pop(NAME), f"{NAME} is missing"),
@@ -286,21 +290,23 @@ def test_what_is_wrong_is_named_before_anything_is_read(llama, opened):
         edit(llama, change)
         with pytest.raises(WeightsError, match=words):
             load_pretrained(llama, mesh=mesh("data:2,tensor:4"))
-        assert opened[-1].bytes_read == 0
+        assert not bytes_read
 
 
-def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_read(tmp_path, opened):
+def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_read(
+    tmp_path, bytes_read
+):
     save_pretrained(tmp_path, random_weights(LLAMA), LLAMA)
     target, over = spec_jax.load_model(tmp_path), mesh("data:1,tensor:8")
-    opened.clear()
     random_head(EagleConfig.of_target(LLAMA), jax.random.key(0)).save(tmp_path / "head", target)
+    bytes_read.clear()
     for load in (
         lambda: spec_jax.load_model(tmp_path, mesh=over),
         lambda: spec_jax.load_draft(tmp_path / "head", target, mesh=over),
     ):
         with pytest.raises(ConfigError, match="4 heads, which the mesh axis tensor:8 does not div"):
             load()
-    assert all(shards.bytes_read == 0 for shards in opened)  # headers at most
+    assert not bytes_read  # headers at most
 
 
 def test_without_torch_its_files_are_refused_with_a_way_out(llama, monkeypatch):

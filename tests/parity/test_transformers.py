@@ -23,7 +23,7 @@ from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.families import family_of_type
 from spec_jax.models.params import declared
-from spec_jax.models.tensors import unfused
+from spec_jax.models.tensors import expert_places
 from spec_jax.models.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
@@ -281,7 +281,7 @@ def test_a_published_size_has_the_tensors_of_transformers(name):
         config = getattr(transformers, config_class)(**values)
         model = getattr(transformers, model_class)(config)
     theirs = {n: tuple(w.shape) for n, w in model.state_dict().items()}
-    inside = unfused(theirs)
+    inside = expert_places(theirs)
     for tensor, _, rows in inside.values():
         assert len(rows) * (2 if "gate_up" in tensor else 1) == theirs[tensor][1]
     theirs |= {n: (len(rows), theirs[name][2]) for n, (name, _, rows) in inside.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -65,12 +66,12 @@ def load(args: argparse.Namespace) -> dict:
     import spec_jax
     from spec_jax import processes
     from spec_jax.meshes import make_mesh
-    from spec_jax.models import checkpoint, parts, shards, tensors
+    from spec_jax.models import checkpoint, parts, shards
 
     if args.process is not None:
         processes.start(f"127.0.0.1:{args.port}", 2, args.process)
     jax.device_put(0.0).block_until_ready()
-    held, readers, read_onto = [], [], parts.read_onto
+    held, bytes_read, read_onto = [], [], parts.read_onto
 
     def watch(tensor, sharding=None):
         forget_peak()
@@ -79,12 +80,12 @@ def load(args: argparse.Namespace) -> dict:
         held.append(status("VmHWM") - before - buffers(array))
         return array
 
-    class Counted(shards.Shards):
-        def __init__(self, directory, stack):
-            super().__init__(directory, stack)
-            readers.append(self)
+    class Counted(io.FileIO):
+        def readinto(self, buffer):
+            bytes_read.append(super().readinto(buffer))
+            return bytes_read[-1]
 
-    tensors.Shards = Counted
+    shards.open = lambda path, mode, buffering: Counted(path, mode)
     if args.watch:
         checkpoint.read_onto = watch
     mesh = args.mesh and make_mesh(args.mesh)
@@ -102,7 +103,7 @@ def load(args: argparse.Namespace) -> dict:
     result |= dict(bytes_of_reader=max(held, default=None))
     result |= dict(largest_part=max(s.data.nbytes for x in leaves for s in x.addressable_shards))
     result |= dict(largest_array=max(x.nbytes for x in leaves))
-    result |= dict(bytes_read=sum(reader.bytes_read for reader in readers))
+    result |= dict(bytes_read=sum(bytes_read))
     result |= dict(bytes_read_by_kernel=chars_read() - chars)
     if args.save:
         checkpoint.save_pretrained(

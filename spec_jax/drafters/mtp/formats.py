@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -29,7 +28,7 @@ from spec_jax.models.checks import check, is_integer, require, shown
 from spec_jax.models.config import check_sees_all, text_part
 from spec_jax.models.families import AnyConfig, family_of, family_of_type, module_layer
 from spec_jax.models.files import naming
-from spec_jax.models.float8 import Dequantised, block_of
+from spec_jax.models.float8 import block_of, dequantised
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.parts import Tensor
 from spec_jax.sharding import AxisRules, named
@@ -201,7 +200,7 @@ class MtpFormats(HeadFormats):
         check_sees_all({**reading.hf, "layer_types": kinds}, is_head=True)
         return {"layer": module_layer(family.config.from_hf(reading.hf))}
 
-    def source(self, reading: Reading) -> Dequantised:
+    def source(self, reading: Reading) -> Mapping[str, Tensor]:
         numbers = _numbers(reading)
         count = reading.config.num_modules
         num_stored = len(set(numbers.values()))
@@ -209,11 +208,10 @@ class MtpFormats(HeadFormats):
         if count > total:  # before a list of their names is made
             message = f"num_modules is {count}; {num_stored} modules are stored, in {total} tensors"
             raise WeightsError(f"{reading.directory}: {message}")
-        own = {name for name, number in numbers.items() if number < count}
+        own = {name: reading.files[name] for name, number in numbers.items() if number < count}
         with naming(reading.directory / "config.json"):
             block = block_of(reading.hf)
-        modules = types.SimpleNamespace(names=lambda: own, tensor=reading.files.tensor)
-        return Dequantised(reading.directory, modules, block)
+        return dequantised(reading.directory, own, block)
 
     def ends(self, config: MtpConfig, format: str, num_layers: int) -> tuple[End, ...]:
         both = dataclasses.replace(config, has_own_embed=True, has_own_head=True)
@@ -228,10 +226,10 @@ class MtpFormats(HeadFormats):
         self, end: End, reading: Reading, target: LoadedModel, mesh: Mesh | None, rules: AxisRules
     ) -> tuple[str, Tensor, Sharding | None, bool] | None:
         """The tensor of the model in the same directory, of which copies are exact."""
-        name = targets_end(end.weight, reading.files.names())
-        if name not in reading.files.names():
+        name = targets_end(end.weight, reading.names)
+        if name not in reading.files:
             return None
-        whole = reading.files.tensor(name)
+        whole = reading.files[name]
         axes = ("vocab", "embed")
         where = None if mesh is None else named(axes, whole.shape, mesh, rules)
         return name, whole, where, False

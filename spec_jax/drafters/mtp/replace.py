@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +18,9 @@ from spec_jax.drafters.mtp.formats import MTP_FORMATS, targets_end
 from spec_jax.models.checks import require
 from spec_jax.models.families import AnyConfig
 from spec_jax.models.files import write_once
-from spec_jax.models.shards import INDEX, SINGLE, Shards, weight_files
-from spec_jax.models.tensors import unfused
+from spec_jax.models.parts import Tensor
+from spec_jax.models.shards import INDEX, SINGLE, open_shard, weight_files
+from spec_jax.models.tensors import expert_places
 
 
 def check_replaces(source: str | pathlib.Path, head: LoadedHead, target: AnyConfig) -> None:
@@ -65,17 +67,19 @@ def replace_modules(
     is_same = directory.resolve() == source.resolve()
     require(not is_same, f"{directory} is the model's directory; expected another to write to")
     with contextlib.ExitStack() as stack:
-        shards = Shards(source, stack)
+        files = {path: open_shard(path, stack) for path in weight_files(source, SINGLE, INDEX)}
+        stored = {name: x for tensors in files.values() for name, x in tensors.items()}
         modules = _open(source, head, target, stack)
-        stored = MTP_FORMATS.stored(
-            head.config, head.params, modules.format, modules.num_layers, jnp.float32
+        new = dict(
+            MTP_FORMATS.stored(
+                head.config, head.params, modules.format, modules.num_layers, jnp.float32
+            )
         )
-        new = dict(stored)
         for end, names in _shared_ends(modules, head).items():
-            original = shards.tensor(targets_end(end, shards.names())).read_whole()
+            original = stored[targets_end(end, stored.keys())].read_whole()
             new |= dict.fromkeys(names, original)
-        changed = _changed(shards, new)
-        write_once(lambda: _write(directory, source, shards, changed))
+        changed = _changed(stored, new)
+        write_once(lambda: _write(directory, source, files, changed))
 
 
 def _open(
@@ -95,11 +99,12 @@ def _open(
     )
     require(not differing, message)
     for name in modules.tensors.left:
-        dtype = modules.files.tensor(name).dtype
+        dtype = modules.files[name].dtype
         message = f"{source}: {name} is stored as {dtype.name}; save the modules alone"
         require(dtype.itemsize > 1, message)
     for names in _shared_ends(modules, head).values():
-        modules.tensors.left.difference_update(names)
+        for name in names:
+            modules.tensors.left.pop(name, None)
     MTP_FORMATS.weights(modules, head.config, jnp.float32)
     return modules
 
@@ -113,18 +118,18 @@ def _ends(modules: Reading) -> list[End]:
 
 def _may_own(modules: Reading, end: End) -> tuple[bool, ...]:
     """Whether modules in these files may have an end of their own, and whether they may not."""
-    names = modules.files.names()
-    original = targets_end(end.weight, names)
+    files = modules.files
+    original = targets_end(end.weight, files.keys())
     if not end.stored:
         return (False,)
 
     def holds(name):  # also the target's own array, without loss
-        copy = modules.files.tensor(name)
-        whole = modules.files.tensor(original)
+        copy = files[name]
+        whole = files[original]
         is_wider = copy.dtype.itemsize > whole.dtype.itemsize
         return copy.shape == whole.shape and (is_wider or copy.dtype == whole.dtype)
 
-    is_copy = original in names and all(map(holds, end.stored))
+    is_copy = original in files and all(map(holds, end.stored))
     return (True, False) if is_copy else (True,)
 
 
@@ -137,36 +142,38 @@ def _shared_ends(modules: Reading, head: LoadedHead) -> dict[str, tuple[str, ...
     }
 
 
-def _changed(shards: Shards, new: dict) -> dict[str, np.ndarray]:
+def _changed(stored: Mapping[str, Tensor], new: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors that change, as they are stored: experts in one where they are."""
-    inside = unfused({name: shards.tensor(name).shape for name in shards.names()})
+    inside = expert_places({name: x.shape for name, x in stored.items()})
     changed: dict[str, np.ndarray] = {}
     for name, array in new.items():
-        stored, expert, rows = inside.get(name, (name, None, None))
-        tensor = shards.tensor(stored)
-        if stored not in changed:
-            changed[stored] = np.empty(tensor.shape, tensor.dtype)
+        whole, expert, rows = inside.get(name, (name, None, None))
+        tensor = stored[whole]
+        if whole not in changed:
+            changed[whole] = np.empty(tensor.shape, tensor.dtype)
         place = ... if expert is None else (expert, slice(rows.start, rows.stop))
-        changed[stored][place] = array.astype(tensor.dtype)
+        changed[whole][place] = array.astype(tensor.dtype)
     return changed
 
 
 def _write(
-    directory: pathlib.Path, source: pathlib.Path, shards: Shards, changed: dict[str, np.ndarray]
+    directory: pathlib.Path,
+    source: pathlib.Path,
+    files: Mapping[pathlib.Path, Mapping[str, Tensor]],
+    changed: Mapping[str, np.ndarray],
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    weights = set(weight_files(source, SINGLE, INDEX))
     for path in sorted(filter(pathlib.Path.is_file, source.iterdir())):
-        names = shards.names_in(path) if path in weights else set()
+        stored = files.get(path, {})
         part = directory / f"{path.name}.partial"
         part.unlink(missing_ok=True)
-        if names & changed.keys():
+        if stored.keys() & changed.keys():
             tensors = {
-                n: changed[n] if n in changed else shards.tensor(n).read_whole()
-                for n in sorted(names)
+                name: changed[name] if name in changed else stored[name].read_whole()
+                for name in sorted(stored)
             }
             save_file(tensors, part, metadata={"format": "pt"})
-        elif path in weights:
+        elif path in files:
             try:
                 os.link(path.resolve(), part)
             except OSError:

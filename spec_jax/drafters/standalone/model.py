@@ -19,7 +19,7 @@ from spec_jax.drafters.registry import DrafterKind, DraftFormat, Drafting, Draft
 from spec_jax.errors import ConfigError
 from spec_jax.models.chunks import over_chunks
 from spec_jax.models.families import family_of_type
-from spec_jax.models.tensors import stored_names
+from spec_jax.models.tensors import renamed
 from spec_jax.tree import AnyTree, DynamicTree, check_children
 
 FIRST_TOKENS = 2  # a row, fed by the first pass of a round
@@ -166,7 +166,7 @@ def is_model(hf: Mapping[str, Any], names: AbstractSet[str]) -> bool:
     try:
         family = family_of_type(hf.get("model_type"))
         embed = family.outer_table(family.config.from_hf(hf))["embed"].hf_name
-        return embed in stored_names(names, family.prefixes)
+        return embed in renamed(dict.fromkeys(names), family.prefixes)
     except ConfigError:
         return False
 

@@ -16,20 +16,22 @@ from typing import Any
 from spec_jax.errors import WeightsError
 from spec_jax.models.gguf.config import config_json, head_counts, source_text, token_ids
 from spec_jax.models.gguf.header import SUFFIX, Header, read_header
-from spec_jax.models.gguf.tensors import GgufTensors
+from spec_jax.models.gguf.tensors import places, tensors_of
 from spec_jax.models.gguf.tokenizer import read_tokenizer
+from spec_jax.models.parts import Tensor
 
 __all__ = [
     "SUFFIX",
-    "GgufTensors",
     "Header",
     "has",
     "is_gguf",
     "open_tensors",
+    "places",
     "read_header",
     "read_json",
     "read_tokenizer",
     "source_text",
+    "tensors_of",
     "within",
 ]
 _JSON = {"config.json": config_json, "generation_config.json": token_ids}
@@ -83,7 +85,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     return _JSON[file.name](read_header(file.parent))
 
 
-def open_tensors(path: pathlib.Path) -> GgufTensors:
-    """Opens the weights of a GGUF file, see ``read_json`` for what is refused."""
+def open_tensors(path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the weights of a GGUF file, see ``read_json`` for what is refused."""
     header = read_header(path)
-    return GgufTensors(header, head_counts(header, config_json(header)))
+    return tensors_of(header, head_counts(header, config_json(header)))

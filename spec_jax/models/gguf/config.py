@@ -12,7 +12,7 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models.checks import is_integer, shown
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.gguf.header import Header
-from spec_jax.models.gguf.tensors import ROPE_FACTORS, GgufTensors
+from spec_jax.models.gguf.tensors import ROPE_FACTORS, read_part
 from spec_jax.models.rope import rope_frequencies
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -135,7 +135,7 @@ def source_text(header: Header) -> str:
 
 
 def head_counts(header: Header, hf: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the heads of the tensors whose rows the file holds in pairs, see ``GgufTensors``.
+    """Returns the heads of the tensors whose rows the file holds in pairs, see ``tensors_of``.
 
     Args:
       header: of the file.
@@ -207,7 +207,7 @@ def _rope_scaling(header: Header, said: Mapping[str, Any], head_dim: Any) -> dic
 def _llama3(header: Header, said: Mapping[str, Any], head_dim: Any) -> dict[str, Any]:
     """The scaling of Llama 3.1 and 3.2."""
     if is_integer(head_dim, 2) and header.tensors[ROPE_FACTORS].shape == (head_dim // 2,):
-        stored = GgufTensors(header, {}).values(ROPE_FACTORS)
+        stored = read_part(header, header.tensors[ROPE_FACTORS], (range(head_dim // 2),))
         theta = said.get("rope.freq_base", 10000.0)
         if np.isfinite(stored).all() and 1 <= stored.max() <= 1e6:
             scaling = {**_LLAMA3, "factor": round(float(stored.max()), 3)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -32,8 +33,8 @@ _MAX_NAMES = 1 << 18  # 36 thousand in Qwen3-235B
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: see ``config``
 
 
-class GgufTensors:
-    """The tensors of a file, each part made plain when it is asked for.
+def tensors_of(header: Header, head_counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """Returns the tensors of a file in float32, each part made plain when it is asked for.
 
     Files of Llama's architecture hold the rows of queries and keys of a head in pairs, (0, H/2, 1,
     H/2 + 1, …), as their rotary embedding turns them; here they are in order.
@@ -44,85 +45,88 @@ class GgufTensors:
 
     Raises:
       WeightsError: there are too many tensors.
-
-    Attributes:
-      bytes_read: of tensors, so far.
     """
+    return {
+        name: _tensor(header, stored, expert, head_counts)
+        for name, (stored, expert) in places(header).items()
+    }
 
-    def __init__(self, header: Header, head_counts: dict[str, int]):
-        self.bytes_read = 0
-        self._header = header
-        self._gguf = library(header.path)
-        self._where: dict[str, tuple[str, int | None]] = {}  # by our name: the file's, the expert
-        for name, entry in header.tensors.items():
-            if name != ROPE_FACTORS:
-                self._where |= {ours: (name, e) for ours, e in _names(name, entry)}
-            if len(self._where) > _MAX_NAMES:
-                raise WeightsError(f"{header.path} has over {_MAX_NAMES} matrices")
-        self._head_counts = head_counts
 
-    def names(self) -> set[str]:
-        """The names of all tensors; what has no name in transformers keeps that of the file."""
-        return set(self._where)
+def places(header: Header) -> dict[str, tuple[str, int | None]]:
+    """Returns by the name of each tensor which one of the file it is in, and as which expert.
 
-    def stored_as(self, name: str) -> str:
-        """Returns the type of a tensor in the file, such as "Q4_1"."""
-        return self._header.tensors[self._where[name][0]].type.name
+    What has no name in transformers keeps that of the file.
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns a tensor in float32; nothing of it is read yet."""
-        stored, expert = self._where[name]
-        entry = self._header.tensors[stored]
-        if expert is not None:
-            size = math.prod(entry.shape[1:-1]) * entry.row_bytes
-            entry = dataclasses.replace(
-                entry, shape=entry.shape[1:], begin=entry.begin + expert * size
-            )
-        kind = re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", stored)
-        heads = self._head_counts.get(kind)
+    Raises:
+      WeightsError: there are too many tensors.
+    """
+    stored_in: dict[str, tuple[str, int | None]] = {}
+    for stored, entry in header.tensors.items():
+        if stored != ROPE_FACTORS:
+            stored_in |= {name: (stored, e) for name, e in _names(stored, entry)}
+        if len(stored_in) > _MAX_NAMES:
+            raise WeightsError(f"{header.path} has over {_MAX_NAMES} matrices")
+    return stored_in
 
-        def read(part: Part) -> np.ndarray:
-            if heads is None:
-                return self._read(entry, part)
-            return self._read_paired(entry, part, heads, stored)
 
-        return Tensor(entry.shape, np.dtype(np.float32), read)
+def _tensor(
+    header: Header, stored: str, expert: int | None, head_counts: Mapping[str, int]
+) -> Tensor:
+    """A tensor of the file, or one expert of it."""
+    entry = header.tensors[stored]
+    if expert is not None:
+        size = math.prod(entry.shape[1:-1]) * entry.row_bytes
+        begin = entry.begin + expert * size
+        entry = dataclasses.replace(entry, shape=entry.shape[1:], begin=begin)
+    heads = head_counts.get(re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", stored))
 
-    def values(self, stored: str) -> np.ndarray:
-        """Returns a whole tensor by its name in the file."""
-        entry = self._header.tensors[stored]
-        return self._read(entry, tuple(map(range, entry.shape)))
+    def read(part: Part) -> np.ndarray:
+        if heads is None:
+            return read_part(header, entry, part)
+        return _read_paired(header, entry, part, heads, stored)
 
-    def _read(self, entry: Entry, part: Part) -> np.ndarray:
-        """Values of a part of a matrix or vector: whole rows, of which some columns are kept."""
-        *lead, columns = part
-        rows = lead[0] if lead else range(1)
-        count = len(rows) * entry.row_bytes
-        begin = entry.begin + rows.start * entry.row_bytes
-        stored = np.fromfile(self._header.path, np.uint8, count, offset=begin)
-        if stored.size != count:
-            raise WeightsError(f"{self._header.path} ends within a tensor")
-        self.bytes_read += count
-        shape = (len(rows), entry.row_bytes)
-        with np.errstate(all="ignore"):  # what is not finite is refused by its name later
-            plain = self._gguf.quants.dequantize(stored.reshape(shape), entry.type)
-        plain = plain[:, columns.start : columns.stop]
-        return np.asarray(plain if lead else plain[0], np.float32)
+    return Tensor(entry.shape, np.dtype(np.float32), read)
 
-    def _read_paired(self, entry: Entry, part: Part, heads: int, name: str) -> np.ndarray:
-        """Values of a part of the rows of queries or keys, in order; heads are read whole."""
-        rows = part[0]
-        size = entry.shape[0] // heads
-        if entry.shape[0] % heads or size % 2:
-            raise WeightsError(
-                f"{self._header.path}: tensor {name} has {entry.shape[0]} rows for {heads} heads"
-            )
-        first = rows.start // size * size
-        end = -(-rows.stop // size) * size
-        plain = self._read(entry, (range(first, end), *part[1:]))
-        pairs = plain.reshape(-1, size // 2, 2, *plain.shape[1:])
-        ordered = pairs.swapaxes(1, 2).reshape(plain.shape)
-        return ordered[rows.start - first : rows.stop - first]
+
+def read_part(header: Header, entry: Entry, part: Part) -> np.ndarray:
+    """Returns values of a part of a matrix or vector: of whole rows, the columns in it.
+
+    Args:
+      header: of the file.
+      entry: the matrix or vector.
+      part: of it, one or two ranges.
+
+    Raises:
+      WeightsError: the file ends within it.
+    """
+    *lead, columns = part
+    rows = lead[0] if lead else range(1)
+    count = len(rows) * entry.row_bytes
+    begin = entry.begin + rows.start * entry.row_bytes
+    stored = np.fromfile(header.path, np.uint8, count, offset=begin)
+    if stored.size != count:
+        raise WeightsError(f"{header.path} ends within a tensor")
+    shape = (len(rows), entry.row_bytes)
+    with np.errstate(all="ignore"):  # what is not finite is refused by its name later
+        plain = library(header.path).quants.dequantize(stored.reshape(shape), entry.type)
+    plain = plain[:, columns.start : columns.stop]
+    return np.asarray(plain if lead else plain[0], np.float32)
+
+
+def _read_paired(header: Header, entry: Entry, part: Part, heads: int, name: str) -> np.ndarray:
+    """Values of a part of the rows of queries or keys, in order; heads are read whole."""
+    rows = part[0]
+    size = entry.shape[0] // heads
+    if entry.shape[0] % heads or size % 2:
+        raise WeightsError(
+            f"{header.path}: tensor {name} has {entry.shape[0]} rows for {heads} heads"
+        )
+    first = rows.start // size * size
+    end = -(-rows.stop // size) * size
+    plain = read_part(header, entry, (range(first, end), *part[1:]))
+    pairs = plain.reshape(-1, size // 2, 2, *plain.shape[1:])
+    ordered = pairs.swapaxes(1, 2).reshape(plain.shape)
+    return ordered[rows.start - first : rows.stop - first]
 
 
 def _names(name: str, entry: Entry) -> list[tuple[str, int | None]]:

@@ -16,7 +16,7 @@ from support.tiny_models import DEEPSEEK_TARGET, GLM4_MOE, QWEN3_NEXT_TARGET, QW
 import spec_jax
 from spec_jax.drafters.mtp.replace import check_replaces, replace_modules
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.shards import Shards
+from spec_jax.models import shards
 
 TARGETS = {
     "qwen3.5": QWEN35,
@@ -121,7 +121,7 @@ def test_the_check_reads_headers_alone_and_refuses_what_they_show(tmp_path, monk
     write(tmp_path, "glm-4.5")
     target = spec_jax.load_model(tmp_path)
     module = spec_jax.load_draft(tmp_path, target, "float32")
-    monkeypatch.setattr(Shards, "_fill", lambda *args: pytest.fail("it read a tensor"))
+    monkeypatch.setattr(shards, "_fill", lambda *args: pytest.fail("it read a tensor"))
     check = lambda: check_replaces(tmp_path, dataclasses.replace(module, params={}), target.config)
     check()
     file, name = tmp_path / "model-2.safetensors", "model.layers.2.mlp.experts.1.up_proj.weight"
