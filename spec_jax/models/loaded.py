@@ -16,7 +16,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.meshes import mesh_of, mesh_text, to_mesh
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import Params, all_tables, head_counts, num_params, placement
+from spec_jax.models.params import Params, head_counts, num_params, param_table, placement
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
 from spec_jax.show.summary import ReprMixin, count_text
@@ -117,7 +117,7 @@ class LoadedModel(ReprMixin):
         if self.config is None:
             return []
         counts = head_counts(self.config)
-        table = all_tables(self.config)
+        table = param_table(self.config)
         return unsplit_weights(self.name, table, mesh, axis_rules, counts)
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -17,7 +17,7 @@ from spec_jax.models.cpu_layout import find, from_panels
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.runs import name_of, runs_of, stacks_of
 from spec_jax.models.specs import ParamSpec
-from spec_jax.sharding import AxisRules, check_divides, log_once, named, shardings, unsplit_weights
+from spec_jax.sharding import AxisRules, check_divides, log_once, shardings, unsplit_weights
 
 _STD = 0.02  # of random weights
 Params = dict[str, Any]
@@ -33,34 +33,19 @@ def outer_table(config: AnyConfig) -> dict[str, ParamSpec]:
     return family_of(config).outer_table(config)
 
 
-def all_tables(config: AnyConfig) -> dict[str, dict[str, ParamSpec]]:
-    """Returns the declared weights of a model: of every layer, by number, and outside of them."""
-    layers = {str(i): table for i, table in enumerate(layer_tables(config))}
-    return {"outer": outer_table(config), **layers}
-
-
 def shapes_of(table: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the shapes of the weights of a table, nested as it is."""
     return {n: x.shape if isinstance(x, ParamSpec) else shapes_of(x) for n, x in table.items()}
 
 
-def flat_table(table: Mapping[str, Any]) -> dict[str, ParamSpec]:
+def flat_table(table: dict[str, Any]) -> dict[str, ParamSpec]:
     """Returns the declared weights of nested tables in one, their names joined by dots."""
-    flat: dict[str, ParamSpec] = {}
-    for name, entry in table.items():
-        inner = {"": entry} if isinstance(entry, ParamSpec) else flat_table(entry)
-        flat |= {f"{name}.{key}".removesuffix("."): spec for key, spec in inner.items()}
-    return flat
+    return traverse_util.flatten_dict(table, sep=".")
 
 
-def nest(flat: Mapping[str, Any]) -> Params:
+def nest(flat: dict[str, Any]) -> Params:
     """Returns the opposite of ``flat_table``, of weights or of anything else by name."""
-    nested: Params = {}
-    for name, entry in flat.items():
-        *outer, last = name.split(".")
-        place = functools.reduce(lambda inner, key: inner.setdefault(key, {}), outer, nested)
-        place[last] = entry
-    return nested
+    return traverse_util.unflatten_dict(flat, sep=".")
 
 
 def check_weights(params: Mapping[str, Any], shapes: Mapping[str, Any], owner: str) -> None:
@@ -86,8 +71,7 @@ def check_weights(params: Mapping[str, Any], shapes: Mapping[str, Any], owner: s
 
 def num_params(config: AnyConfig) -> int:
     """Returns the number of parameters of a model; a tied head is counted once."""
-    tables = (outer_table(config), *layer_tables(config))
-    return sum(math.prod(spec.shape) for table in tables for spec in table.values())
+    return sum(math.prod(spec.shape) for _, spec, _ in declared(config))
 
 
 def _stack(arrays: Sequence[Any]) -> Any:
@@ -152,6 +136,16 @@ def head_counts(config: Any) -> dict[str, int]:
     return counts
 
 
+def param_table(config: AnyConfig) -> Params:
+    """Returns the declared weights of a model, nested and stacked as its parameters are."""
+
+    def stacked(layers):
+        first = layers[0]
+        return first._replace(shape=(len(layers), *first.shape), axes=("layers", *first.axes))
+
+    return assemble(config, lambda spec, layer: spec, stacked)
+
+
 def param_shardings(config: AnyConfig, mesh: Mesh, axis_rules: AxisRules | None = None) -> Params:
     """Returns where a model's weights lie on a mesh, nested as its parameters are.
 
@@ -160,21 +154,11 @@ def param_shardings(config: AnyConfig, mesh: Mesh, axis_rules: AxisRules | None 
       mesh: the devices.
       axis_rules: by default those of ``sharding.use_axis_rules``.
     """
-    counts = head_counts(config)
-    stacks = stacks_of(config)
-
-    def leaf(spec: ParamSpec, layer):
-        axes = spec.axes
-        shape = spec.shape
-        if layer is not None and len(stacks[layer][0]) > 1:
-            axes, shape = ("layers", *axes), (len(stacks[layer][0]), *shape)
-        return named(axes, shape, mesh, axis_rules, counts)
-
-    return assemble(config, leaf, stack=lambda layers: layers[0])
+    return shardings(param_table(config), mesh, axis_rules, head_counts(config))
 
 
 def placement(owner: str, config: AnyConfig, mesh: Mesh, axis_rules: AxisRules) -> Params:
-    """Returns ``param_shardings``, of a mesh that divides the model's heads.
+    """Returns where a model's weights lie, of a mesh that divides its heads.
 
     Args:
       owner: the model's name, for messages.
@@ -185,18 +169,19 @@ def placement(owner: str, config: AnyConfig, mesh: Mesh, axis_rules: AxisRules) 
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    _check_heads(owner, config, all_tables(config), mesh, axis_rules)
-    return param_shardings(config, mesh, axis_rules)
+    return table_placement(owner, config, param_table(config), mesh, axis_rules)
 
 
 def table_placement(
     owner: str, layer: Any, table: Mapping[str, Any], mesh: Mesh, axis_rules: AxisRules
 ) -> Params:
-    """Returns where the weights of a head's table lie, of a mesh that divides its heads.
+    """Returns where the weights of a table lie, of a mesh that divides its heads.
+
+    What else the mesh does not divide is logged.
 
     Args:
-      owner: the head's name, for messages.
-      layer: the config of its layer, if it has one.
+      owner: the name of the model or head, for messages.
+      layer: the config that counts the heads; None: there are none.
       table: the declared weights, nested as the parameters are.
       mesh: the devices.
       axis_rules: which dimensions are split.
@@ -204,18 +189,11 @@ def table_placement(
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
-    _check_heads(owner, layer, table, mesh, axis_rules)
-    return shardings(table, mesh, axis_rules, head_counts(layer))
-
-
-def _check_heads(
-    owner: str, config: Any, table: Mapping[str, Any], mesh: Mesh, axis_rules: AxisRules
-) -> None:
-    """Refuses a mesh that does not divide heads or experts, and logs what else it does not."""
-    counts = head_counts(config)
+    counts = head_counts(layer)
     check_divides(owner, counts, mesh, axis_rules)
     for line in unsplit_weights(owner, table, mesh, axis_rules, counts):
         log_once(line)
+    return shardings(table, mesh, axis_rules, counts)
 
 
 def declared(config: AnyConfig) -> Iterator[tuple[str, ParamSpec, int | None]]:
@@ -251,7 +229,14 @@ _INITS = {
     "decay": lambda key, shape: jnp.log(jnp.arange(1.0, shape[0] + 1)),
     "time step": _time_steps,
     "conv": lambda key, shape: jax.random.uniform(key, shape, minval=-1) / shape[-1] ** 0.5,
+    "first tap": lambda key, shape: jnp.zeros(shape).at[..., 0, :].set(1),
 }
+
+
+def _draw(spec: ParamSpec, key: jax.Array, dtype: DTypeLike, std: float = _STD) -> jax.Array:
+    """Returns one random weight."""
+    init = _INITS.get(spec.init, lambda key, shape: std * jax.random.normal(key, shape))
+    return init(key, spec.shape).astype(spec.dtype or dtype)
 
 
 def init_table(
@@ -270,12 +255,9 @@ def init_table(
         this = jax.random.fold_in(key, index)
         if isinstance(spec, Mapping):
             return init_table(spec, this, dtype, one)
-        own = spec.dtype or dtype
-        if spec.init in ("ones", "zeros"):
-            return jnp.full(spec.shape, one if spec.init == "ones" else 0.0, own)
-        if spec.init == "first tap":
-            return jnp.zeros(spec.shape, own).at[..., 0, :].set(1)
-        return (_STD * jax.random.normal(this, spec.shape)).astype(own)
+        if spec.init == "ones":
+            return jnp.full(spec.shape, one, spec.dtype or dtype)
+        return _draw(spec, this, dtype)
 
     return {name: leaf(spec, i) for i, (name, spec) in enumerate(table.items())}
 
@@ -296,11 +278,9 @@ def init_params(config: AnyConfig, key: jax.Array, dtype: DTypeLike = jnp.float3
 
     def leaf(spec: ParamSpec, layer):
         this = jax.random.fold_in(key, number[layer, spec.hf_name])
-        if spec.init in _INITS:
-            return _INITS[spec.init](this, spec.shape).astype(spec.dtype or dtype)
         std = _STD
         if spec.init == "residual":
             std /= (2 * config.num_hidden_layers) ** 0.5
-        return (std * jax.random.normal(this, spec.shape)).astype(spec.dtype or dtype)
+        return _draw(spec, this, dtype, std)
 
     return assemble(config, leaf)

@@ -21,7 +21,7 @@ from spec_jax.models.families import registry as families
 from spec_jax.models.families.bamba import BambaConfig
 from spec_jax.models.families.qwen3_5 import Qwen35Config
 from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
-from spec_jax.models.params import all_tables, init_params, layer_tables, param_shardings
+from spec_jax.models.params import init_params, layer_tables, param_shardings, param_table
 from spec_jax.sampling import make_sampler
 from spec_jax.sharding import FULLY_SHARDED, REPLICATED, SHARDED, spec, state_axes
 
@@ -41,7 +41,7 @@ HEADS += parallel_heads.HEADS.values()
 
 def tables():
     """The declared weights of every family and of every kind of head."""
-    found = [(c, table) for c in TARGETS for table in all_tables(c).values()]
+    found = [(c, param_table(c)) for c in TARGETS]
     found += [(c, table) for c in LAYERS for table in layer_tables(c)]
     found += [(c, kinds.kind_of(c).head.table(c)) for c in HEADS]
     return found
