@@ -231,7 +231,7 @@ MUTATIONS = mutants.read("""
         caches.replay.replay: n - begin -> n
         test_a_restored_snapshot_and_the_tokens_since_give_a_fresh_prefill
     layers of a snapshot are ordered as text
-        snapshot._nested: tuple(x[str(i)] for i in range(len(x))) -> tuple(x[i] for i in sorted(x))
+        snapshot._as_tuples: inner[str(i)] -> inner[sorted(inner)[i]]
         test_a_saved_snapshot_keeps_the_order_of_more_than_ten_layers
     standalone: the last prompt token is fed twice
         standalone.prefill: lengths - 1 -> lengths

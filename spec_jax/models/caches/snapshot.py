@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections import Counter
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -17,12 +19,9 @@ from spec_jax.errors import SnapshotError
 
 def _save(self, path: str | pathlib.Path) -> None:
     """Writes the snapshot to one safetensors file."""
-
-    def part(key):
-        return str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
-
     leaves = jax.tree_util.tree_flatten_with_path(self)[0]
-    arrays = {".".join(map(part, keys)): np.asarray(leaf) for keys, leaf in leaves}
+    name_of = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    arrays = {name_of(keys): np.asarray(leaf) for keys, leaf in leaves}
     save_file(arrays, path, metadata={"format": f"spec_jax.{type(self).__name__}"})
 
 
@@ -37,29 +36,19 @@ def _load(cls, path: str | pathlib.Path):
             form = (file.metadata() or {}).get("format")
             if form != f"spec_jax.{cls.__name__}":
                 raise SnapshotError(f"{path} is no {cls.__name__}: its format is {form!r}")
-            return cls(**_nested({name: file.get_tensor(name) for name in file.keys()}))
-    except (OSError, TypeError, SafetensorError) as error:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+        return cls(**_as_tuples(traverse_util.unflatten_dict(arrays, sep=".")))
+    except (OSError, TypeError, IndexError, SafetensorError) as error:
         raise SnapshotError(f"{path} is no {cls.__name__}: {error!r}") from error
 
 
-def _nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Arrays by names such as ``seq_len`` and ``groups.1.keys.0``; numbers make tuples."""
-    outer: dict[str, Any] = {}
-    for name, array in arrays.items():
-        first, _, rest = name.partition(".")
-        if rest:
-            outer.setdefault(first, {})[rest] = array
-        else:
-            outer[first] = jnp.asarray(array)
-    inner = {name: _nested(x) if isinstance(x, dict) else x for name, x in outer.items()}
-
-    def in_order(x):
-        return tuple(x[str(i)] for i in range(len(x)))
-
-    def is_numbered(x):
-        return isinstance(x, dict) and set(x) == set(map(str, range(len(x))))
-
-    return {name: in_order(x) if is_numbered(x) else x for name, x in inner.items()}
+def _as_tuples(node: Any) -> Any:
+    """Nested dicts of arrays, in which those with the keys "0", "1" and so on become tuples."""
+    if not isinstance(node, dict):
+        return jnp.asarray(node)
+    inner = {name: _as_tuples(x) for name, x in node.items()}
+    is_numbered = set(inner) == set(map(str, range(len(inner))))
+    return tuple(inner[str(i)] for i in range(len(inner))) if is_numbered else inner
 
 
 class KVCacheSnapshot(NamedTuple):
