@@ -417,8 +417,7 @@ def _explain_a_draft(name: str | pathlib.Path, directory: pathlib.Path, error: E
 
 
 def _check_has_config(target: LoadedModel) -> None:
-    if not isinstance(target, LoadedModel):
-        raise ConfigError(f"target is {target!r}; expected a LoadedModel; call load_model(path)")
+    check_loaded("target", target, LoadedModel)
     if target.config is None:
         raise ConfigError(
             f"target {target.name} has no config to check a head against; load the target with "

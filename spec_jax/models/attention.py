@@ -451,8 +451,9 @@ def causal_parts(
     T, H = q_BGRTH.shape[-2:]
     block = block or block_size(T)
 
-    def split(x):
-        return _split(x, block)
+    def split(x):  # the padding is at the end, where no token sees it
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -T % block), (0, 0)])
+        return _shared(jnp.moveaxis(x.reshape(*x.shape[:-2], -1, block, x.shape[-1]), -3, 0))
 
     if begins is not None:
         begins = jnp.pad(begins, [(0, 0), (0, -T % block)]).reshape(len(begins), -1, block)
@@ -465,13 +466,6 @@ def causal_parts(
         return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T]
 
     return jax.lax.stop_gradient(join(highest)), join(total), join(out)
-
-
-def _split(x, block):
-    """[...,T,H] to [blocks,...,block,H]; the padding is at the end, where no token sees it."""
-    *lead, T, H = x.shape
-    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -T % block), (0, 0)])
-    return _shared(jnp.moveaxis(x.reshape(*lead, -1, block, H), -3, 0))
 
 
 def _shared(x):

@@ -16,11 +16,11 @@ from spec_jax.errors import ConfigError
 MAX_SIZE = MAX_INT
 NO_TOKEN = -1  # where an id is expected: there is none
 _MAX_SIZES = {"num_hidden_layers": 10_000}  # each layer is declared, so its number costs memory
-_EXPECTED = {
-    "bool": "true or false",
-    "int": "a 32-bit integer",
-    "float": "a finite number",
-    "str": "a text",
+_KINDS = {  # declared types, and how messages call them
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (is_integer, "a 32-bit integer"),
+    "float": (is_number, "a finite number"),
+    "str": (lambda value: isinstance(value, str), "a text"),
 }
 
 
@@ -28,14 +28,6 @@ def require(is_met: bool, message: str) -> None:
     """Raises a ConfigError with this message unless a condition is met."""
     if not is_met:
         raise ConfigError(message)
-
-
-_HOLDS = {
-    "bool": lambda value: isinstance(value, bool),
-    "int": is_integer,
-    "float": is_number,
-    "str": lambda value: isinstance(value, str),
-}
 
 
 def _kind_of(field: dataclasses.Field) -> tuple[str, str]:
@@ -83,8 +75,8 @@ def check_nulls(cls: type, stated: Mapping[str, Any]) -> None:
     for field in dataclasses.fields(cls):
         kind, others = _kind_of(field)
         has_default = field.default is not dataclasses.MISSING and bool(field.default)
-        if kind in _HOLDS and not others and has_default and stated.get(field.name, 0) is None:
-            raise ConfigError(f"{field.name} is null; expected {_EXPECTED[kind]}")
+        if kind in _KINDS and not others and has_default and stated.get(field.name, 0) is None:
+            raise ConfigError(f"{field.name} is null; expected {_KINDS[kind][1]}")
 
 
 def check_fields(config: Any) -> None:
@@ -98,9 +90,10 @@ def check_fields(config: Any) -> None:
     for field in dataclasses.fields(config):
         kind, rest = _kind_of(field)
         value = getattr(config, field.name)
-        if kind not in _HOLDS or rest not in ("", "None") or (value is None and rest):
+        if kind not in _KINDS or rest not in ("", "None") or (value is None and rest):
             continue
-        check(_HOLDS[kind](value), field.name, value, _EXPECTED[kind])
+        is_kind, expected = _KINDS[kind]
+        check(is_kind(value), field.name, value, expected)
 
 
 def integers_of(config: Any) -> dict[str, int]:

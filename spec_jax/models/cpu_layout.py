@@ -112,7 +112,7 @@ class CpuLayout:
         self._is_tied = is_tied
         self._has_panels = has_panels
         self._embeddings = embeddings
-        self._of_rows: dict[int, Any] = {}
+        self._layouts: dict[tuple[Panels, ...], Any] = {}  # by the lines of ``TABLE`` that fit
         self._panels: dict[Any, InPanels] = {}
         self._lock = threading.Lock()  # of programs that compile at once one lays weights out
 
@@ -122,45 +122,29 @@ class CpuLayout:
         Args:
           rows: tokens of the pass, all rows of the batch together; None: any number, as in prefill.
         """
-        if rows is None or rows > MAX_ROWS or not (self._has_panels and self._is_on_one_cpu):
+        fits = tuple(line for line in TABLE if rows in range(line.rows[0], line.rows[1] + 1))
+        if not fits or not self._has_panels or not self._is_on_one_cpu:
             return self._whole
         with self._lock:
-            if rows not in self._of_rows:
-                made = in_panels(self._whole, rows, self._embeddings, self._panels)
-                alike = (one for one in self._of_rows.values() if _are_same(one, made))
-                self._of_rows[rows] = next(alike, made)
-            return self._of_rows[rows]
+            if fits not in self._layouts:
+                laid_out = in_panels(self._whole, rows, self._embeddings, self._panels)
+                self._layouts[fits] = laid_out
+            return self._layouts[fits]
 
     @functools.cached_property
     def _is_on_one_cpu(self) -> bool:
-        return is_on_one_cpu(self._params)
+        """Whether all of the arrays lie on one device, and that is a CPU."""
+        arrays = (x for x in jax.tree.leaves(self._params) if isinstance(x, jax.Array))
+        devices = set().union(*(x.devices() for x in arrays))
+        return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
     @functools.cached_property
     def _whole(self) -> Any:
-        is_split = self._is_tied and self._is_on_one_cpu
-        return with_own_head(self._params) if is_split else self._params
-
-
-def _are_same(some: Any, others: Any) -> bool:
-    """Returns whether two trees hold the same arrays."""
-    leaves = [jax.tree.leaves(tree) for tree in (some, others)]
-    is_alike = jax.tree.structure(some) == jax.tree.structure(others)
-    return is_alike and all(x is y for x, y in zip(*leaves))
-
-
-def is_on_one_cpu(params: dict[str, Any]) -> bool:
-    """Returns whether all of the arrays lie on one device, and that is a CPU."""
-    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
-    devices = set().union(*(x.devices() for x in arrays))
-    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
-
-
-def with_own_head(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same weights with a tied head as a separate array, ``[in, out]``.
-
-    Not for training, which would untie it.
-    """
-    return params if "head" in params else {**params, "head": jnp.array(params["embed"].T)}
+        """The weights with a tied head as an array of its own, ``[in, out]``."""
+        params = self._params
+        if not self._is_tied or "head" in params or not self._is_on_one_cpu:
+            return params
+        return {**params, "head": jnp.array(params["embed"].T)}
 
 
 def in_panels(

@@ -11,11 +11,10 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Sequence
 
 import tokenizers
 
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 # The text of each token depends only on the token and on whether it is the first.
 _LOCAL = {"Replace", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
 _JOINING = {"Fuse", "ByteLevel"}  # these return one text: afterwards only trimming is local
@@ -57,22 +56,3 @@ def _steps(decoder: dict) -> list[str]:
     if decoder["type"] != "Sequence":
         return [decoder["type"]]
     return [step for inner in decoder["decoders"] for step in _steps(inner)]
-
-
-class ByteRuns:
-    """Finds the byte tokens at the end of a list of ids; special tokens do not end a run."""
-
-    def __init__(self, backend: tokenizers.Tokenizer):
-        self._token_of = backend.id_to_token
-        added = backend.get_added_tokens_decoder()
-        self._skipped = {index for index, token in added.items() if token.special}
-
-    def start(self, ids: Sequence[int], end: int) -> int:
-        """Returns where the run that ends before ``ids[end]`` begins; ``end`` if there is none."""
-        while end > 0 and self._is_inside(ids[end - 1]):
-            end -= 1
-        return end
-
-    def _is_inside(self, index: int) -> bool:
-        token = self._token_of(index)
-        return token is None or index in self._skipped or bool(_BYTE_TOKEN.fullmatch(token))

@@ -152,13 +152,12 @@ def mix_all(experts: Experts, x: jax.Array, weights: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _mix_chosen(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
-    by = functools.partial
-    sort = by(mix_sorted, num_chosen=num_chosen)
+    sort = functools.partial(mix_sorted, num_chosen=num_chosen)
     grouped = _ragged_dot_of_gpu()
     if grouped is not None:
-        cuda = by(sort, ragged_dot=grouped)
+        cuda = functools.partial(sort, ragged_dot=grouped)
     elif len(x) * num_chosen <= weights.shape[1]:
-        cuda = by(mix_copied, num_chosen=num_chosen)
+        cuda = functools.partial(mix_copied, num_chosen=num_chosen)
     else:
         cuda = mix_all
     return jax.lax.platform_dependent(experts, x, weights, tpu=sort, cuda=cuda, default=mix_in_turn)

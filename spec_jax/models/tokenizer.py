@@ -15,7 +15,7 @@ import tokenizers
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import gguf
 from spec_jax.models.added_tokens import DECODER, add_stated_tokens
-from spec_jax.models.detokenize import ByteRuns, Unsettled, unsettled_part
+from spec_jax.models.detokenize import BYTE_TOKEN, Unsettled, unsettled_part
 from spec_jax.models.files import parse_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -214,7 +214,7 @@ class Tokenizer:
         """
         begin = max(len(prompt) - 8, 0)
         if self._unsettled is Unsettled.BYTE_RUN:  # part of a run may not be UTF-8
-            begin = self._byte_runs.start(prompt, begin)
+            begin = self._run_start(prompt, begin)
         context = list(prompt[begin:])
         before = self.decode(context)
         whole = self.decode([*context, *ids])
@@ -232,7 +232,7 @@ class Tokenizer:
         if self._unsettled is Unsettled.ALL:
             return ""
         if self._unsettled is Unsettled.BYTE_RUN:
-            ids = ids[: self._byte_runs.start(ids, len(ids))]
+            ids = ids[: self._run_start(ids, len(ids))]
         text = self.decode_after(prompt, ids)
         is_bytes = self._unsettled is Unsettled.CHARACTER
         return text.removesuffix("\ufffd") if is_bytes else text
@@ -253,9 +253,20 @@ class Tokenizer:
     def _unsettled(self) -> Unsettled:
         return unsettled_part(self.backend)
 
-    @functools.cached_property
-    def _byte_runs(self) -> ByteRuns:
-        return ByteRuns(self.backend)
+    def _run_start(self, ids: Sequence[int], end: int) -> int:
+        """Returns where the run of byte tokens that ends before ``ids[end]`` begins.
+
+        Special tokens do not end a run. Without one it is ``end``.
+        """
+
+        def is_inside(index):
+            token = self.backend.id_to_token(index)
+            is_skipped = token is None or index in self.special_texts
+            return is_skipped or bool(BYTE_TOKEN.fullmatch(token))
+
+        while end > 0 and is_inside(ids[end - 1]):
+            end -= 1
+        return end
 
     def has_same_vocab(self, other: Tokenizer) -> bool:
         """Whether both have the same tokens with the same ids."""

@@ -9,9 +9,8 @@ are not has a key of NaN, which reaches only those that see the token.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
+from typing import Any, Self
 
 import flax.struct
 import jax
@@ -152,24 +151,6 @@ def _slice_slots(cache, slots):
     return jax.lax.optimization_barrier(jnp.concatenate(rows, axis=axis))
 
 
-def zeros(config, num_layers, batch, num_heads, slots, width, *, dtype):
-    """The arrays of all layers, see ``KVCache``.
-
-    Args:
-      config: of the model.
-      num_layers: L.
-      batch: B.
-      num_heads: G.
-      slots: S.
-      width: H.
-      dtype: of the arrays.
-    """
-    if config.scan_layers and num_layers > 1:  # the slice of a stack of one is a change of rank
-        return jnp.zeros((num_layers, batch, num_heads, slots, width), dtype)
-    rows = (batch * num_heads,) if ambient() is None else (batch, num_heads)
-    return tuple(jnp.zeros((*rows, slots, width), dtype) for _ in range(num_layers))
-
-
 @flax.struct.dataclass
 class KVCache(Snapshotted):
     """Keys and values of every layer. Slots stand next to the head dimension.
@@ -196,7 +177,7 @@ class KVCache(Snapshotted):
         slots: int,
         dtype: DTypeLike = jnp.float32,
         num_layers: int | None = None,
-    ) -> KVCache:
+    ) -> Self:
         """Creates an empty cache for ``batch`` rows of ``slots`` tokens.
 
         Args:
@@ -210,12 +191,21 @@ class KVCache(Snapshotted):
         copies = kv_replication("kv_heads", config.num_key_value_heads)
         G = copies * config.num_key_value_heads
 
-        make = functools.partial(zeros, config, L, batch, G, slots, dtype=dtype)
-        keys = make(config.key_dim)
-        values = make(config.value_dim)
+        def zeros(width):
+            if config.scan_layers and L > 1:  # the slice of a stack of one is a change of rank
+                return jnp.zeros((L, batch, G, slots, width), dtype)
+            rows = (batch * G,) if ambient() is None else (batch, G)
+            return tuple(jnp.zeros((*rows, slots, width), dtype) for _ in range(L))
+
+        keys, values = (width and zeros(width) for width in cls.widths(config))
         attention = getattr(config, "attention", "auto")
         length = jnp.zeros((batch,), jnp.int32)
         return cls(keys, values, length, attention=attention, kv_replication=copies)
+
+    @staticmethod
+    def widths(config: Any) -> tuple[int, int | None]:
+        """Returns the widths of a key and of a value; None if the keys are the values."""
+        return config.key_dim, config.value_dim
 
     def axes(self) -> KVCache:
         """The logical axes of the arrays, see ``sharding``."""

@@ -13,10 +13,8 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from spec_jax.models.caches.kv import KVCache, zeros
-from spec_jax.sharding import kv_replication
+from spec_jax.models.caches.kv import KVCache
 
 
 @flax.struct.dataclass
@@ -26,28 +24,10 @@ class LatentCache(KVCache):
     Attention's result is as wide as a key: what stands past the latent's width is to be left out.
     """
 
-    @classmethod
-    def create(
-        cls,
-        config: Any,
-        batch: int,
-        slots: int,
-        dtype: DTypeLike = jnp.float32,
-        num_layers: int | None = None,
-    ) -> LatentCache:
-        """Creates an empty cache for ``batch`` rows of ``slots`` tokens.
-
-        Args:
-          config: of the model; ``latent_dim`` is the width of a slot.
-          batch: B.
-          slots: S.
-          dtype: of the latents and rotary keys.
-          num_layers: number of layers that attend; by default all layers of the model.
-        """
-        L = config.num_hidden_layers if num_layers is None else num_layers
-        copies = kv_replication("kv_heads", 1)
-        keys = zeros(config, L, batch, copies, slots, config.latent_dim, dtype=dtype)
-        return cls(keys, None, jnp.zeros((batch,), jnp.int32), kv_replication=copies)
+    @staticmethod
+    def widths(config: Any) -> tuple[int, None]:
+        """Returns the width of a latent and its rotary key."""
+        return config.latent_dim, None
 
     def layer(self, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys of one layer, which are its values too."""
