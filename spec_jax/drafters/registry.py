@@ -26,7 +26,7 @@ from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.models.checks import require, shown
 from spec_jax.models.families import family_of
 from spec_jax.models.files import read_json
-from spec_jax.models.params import Params, check_weights, init_table, shapes_of
+from spec_jax.models.params import Params, check_weights, init_table
 from spec_jax.models.tensors import open_tensors
 from spec_jax.tree import AnyTree, DynamicTree
 
@@ -222,7 +222,7 @@ class HeadSpec:
         """Checks the parameters of a head, see ``check``; ``owner`` begins the message."""
         if self.check is not None:
             return self.check(config, params, owner)
-        return check_weights(params, shapes_of(self.table(config)), owner)
+        return check_weights(params, self.table(config), owner)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,11 +33,6 @@ def outer_table(config: AnyConfig) -> dict[str, ParamSpec]:
     return family_of(config).outer_table(config)
 
 
-def shapes_of(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the shapes of the weights of a table, nested as it is."""
-    return {n: x.shape if isinstance(x, ParamSpec) else shapes_of(x) for n, x in table.items()}
-
-
 def flat_table(table: dict[str, Any]) -> dict[str, ParamSpec]:
     """Returns the declared weights of nested tables in one, their names joined by dots."""
     return traverse_util.flatten_dict(table, sep=".")
@@ -48,25 +43,23 @@ def nest(flat: dict[str, Any]) -> Params:
     return traverse_util.unflatten_dict(flat, sep=".")
 
 
-def check_weights(params: Mapping[str, Any], shapes: Mapping[str, Any], owner: str) -> None:
+def check_weights(params: dict[str, Any], table: dict[str, Any], owner: str) -> None:
     """Checks that weights are present and have the expected shapes.
 
     Args:
-      params: the weights by name.
-      shapes: the expected shapes by name, or such mappings.
+      params: the weights.
+      table: what has their shapes, such as a ``ParamSpec``, nested as they are.
       owner: what the message begins with.
 
     Raises:
       WeightsError: a weight is missing or has another shape; the message names it.
     """
-    for name, expected in shapes.items():
-        if isinstance(expected, Mapping):
-            check_weights(params.get(name, {}), expected, f"{owner}{name}.")
-            continue
-        shape = params[name].shape if name in params else None
-        if shape != expected:
+    flat = flat_table(params)
+    for name, spec in flat_table(table).items():
+        shape = flat[name].shape if name in flat else None
+        if shape != spec.shape:
             has = "is missing" if shape is None else f"has shape {list(shape)}"
-            raise WeightsError(f"{owner}{name} {has}; its config asks for {list(expected)}")
+            raise WeightsError(f"{owner}{name} {has}; its config asks for {list(spec.shape)}")
 
 
 def num_params(config: AnyConfig) -> int:

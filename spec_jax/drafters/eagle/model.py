@@ -36,7 +36,7 @@ from spec_jax.models.layers import (
     mlp,
     rms_norm,
 )
-from spec_jax.models.params import check_weights, init_table, shapes_of
+from spec_jax.models.params import check_weights, init_table
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec
 from spec_jax.sharding import constrain, pin_tpu_layout, shard_map_over
 from spec_jax.show.summary import short_repr
@@ -248,9 +248,11 @@ def check_head(config: EagleConfig, params: dict, owner: str = "") -> None:
     Raises:
       WeightsError: a weight is missing or has another shape; it is named.
     """
-    shapes = shapes_of(head_table(config))
+    table = head_table(config)
     U = config.layer.vocab_size
-    check_weights(params, shapes | ({"d2t": (U,)} if U < config.target_vocab_size else {}), owner)
+    if U < config.target_vocab_size:
+        table = table | {"d2t": jax.ShapeDtypeStruct((U,), jnp.int32)}
+    check_weights(params, table, owner)
 
 
 def init_head(
