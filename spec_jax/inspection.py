@@ -22,6 +22,7 @@ from spec_jax.models.float8 import SCALE
 from spec_jax.models.params import declared, num_params
 from spec_jax.models.parts import Tensor
 from spec_jax.models.shards import INDEX, SINGLE
+from spec_jax.models.specs import tensor_names
 from spec_jax.models.tensors import check_layers, open_tensors, renamed, unfused, unread_index
 from spec_jax.models.tokenizer import Tokenizer
 
@@ -214,11 +215,7 @@ def _compare(config: AnyConfig, tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns notes on tensors that the config does not ask for, or that are missing."""
     names = set(renamed(unfused(tensors), family_of(config).prefixes))
     names -= {f"{name}{SCALE}" for name in names}
-    asked = {
-        spec.hf_name.format(i=layer, e=e)
-        for _, spec, layer in declared(config)
-        for e in range(spec.shape[0] if "{e}" in spec.hf_name else 1)
-    }
+    asked = {name for _, spec, layer in declared(config) for name in tensor_names(spec, layer)}
     if config.tie_word_embeddings:
         asked.discard("lm_head.weight")
     others = f"tensors beside the {num_params(config):,} parameters that config.json asks for"

@@ -437,11 +437,6 @@ class HeadFormats:
         others = [self.names(config, format, num_layers) for format in self.formats(config)]
         for name, (stored, spec) in usual.items():
             tensors.sizes = self.sizes(config, spec)
-            if "{e}" in stored:
-                one = spec._replace(shape=spec.shape[1:], axes=spec.axes[1:])
-                experts = [stored.replace("{e}", str(e)) for e in range(spec.shape[0])]
-                weights[name] = stack([tensors.weight(e, one, dtype) for e in experts])
-                continue
             also = [names[name][0] for names in others] + [x.format(stored) for x in self.older]
             stored = next((x for x in (stored, *also) if x in tensors.left), stored)
             row = spec._replace(shape=spec.shape[1:])

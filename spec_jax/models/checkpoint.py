@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import pathlib
@@ -27,7 +26,7 @@ from spec_jax.models.files import read_json, write_json, write_once
 from spec_jax.models.float8 import METHOD, SCALE, block_of, dequantised, has_blocks
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
-from spec_jax.models.specs import ParamSpec
+from spec_jax.models.specs import ParamSpec, tensor_names
 from spec_jax.models.tensors import (
     StrictReader,
     check_layers,
@@ -97,7 +96,11 @@ def load_pretrained(
         tensors = StrictReader(directory, own, integers_of(config))
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
-        weights = assemble(config, functools.partial(_weight, tensors, dtype), stack)
+
+        def weight(spec: ParamSpec, layer: int | None) -> Tensor:
+            return tensors.weight(spec.hf_name.replace("{i}", str(layer)), spec, dtype)
+
+        weights = assemble(config, weight, stack)
         if ends is not None:
             weights["embed"] = ends
         tensors.finish()
@@ -121,18 +124,6 @@ def _is_of_module(name: str, hf: Mapping[str, Any], config: AnyConfig) -> bool:
     if place is None or not is_integer(count):
         return name.startswith(_MODULES)
     return 0 <= int(place[1]) - config.num_hidden_layers < count
-
-
-def _weight(tensors: StrictReader, dtype: DTypeLike, spec: ParamSpec, layer: int | None) -> Tensor:
-    """A weight, of which nothing is read yet; the matrices of experts are stacked."""
-
-    def read(spec, e):
-        return tensors.weight(spec.hf_name.format(i=layer, e=e), spec, dtype)
-
-    if "{e}" not in spec.hf_name:
-        return read(spec, 0)
-    one = spec._replace(shape=spec.shape[1:], axes=spec.axes[1:])
-    return stack([read(one, e) for e in range(spec.shape[0])])
 
 
 def _equal_ends(directory: pathlib.Path, tensors: StrictReader, config: AnyConfig) -> Tensor:
@@ -193,17 +184,19 @@ def save_pretrained(
     # tensors of each file, and bytes of the last one
     counts = [0]
     size = 0
-    for _, spec, _ in declared(config):
+    for _, spec, layer in declared(config):
         nbytes = dtype.itemsize * math.prod(spec.shape)
         if counts[-1] and size + nbytes > max_shard_bytes:
             counts.append(0)
             size = 0
-        counts[-1] += spec.shape[0] if "{e}" in spec.hf_name else 1
+        counts[-1] += len(tensor_names(spec, layer))
         size += nbytes
     tensors = (
-        (spec.hf_name.format(i=layer, e=e), as_stored(part, spec, dtype))
+        (name, as_stored(part, spec, dtype))
         for spec, layer, array in walk(config, params)
-        for e, part in enumerate(array if "{e}" in spec.hf_name else [array])
+        for name, part in zip(
+            tensor_names(spec, layer), array if "{e}" in spec.hf_name else [array]
+        )
     )
     save_tensors(directory, [itertools.islice(tensors, count) for count in counts])
 

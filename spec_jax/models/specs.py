@@ -37,6 +37,17 @@ class ParamSpec(NamedTuple):
     dtype: str | None = None
 
 
+def tensor_names(spec: ParamSpec, layer: int | None) -> list[str]:
+    """Returns the names of a weight's tensors in files: one, or one an expert.
+
+    Args:
+      spec: its declaration.
+      layer: the number of the layer; None outside of the layers.
+    """
+    count = spec.shape[0] if "{e}" in spec.hf_name else 1
+    return [spec.hf_name.format(i=layer, e=e) for e in range(count)]
+
+
 def norm_spec(size: int, hf: str, axis: str = "embed") -> ParamSpec:
     """Returns the declaration of a norm's weight, whose external name is ``{hf}.weight``.
 

@@ -25,7 +25,7 @@ from spec_jax import processes
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import gguf
 from spec_jax.models.files import foreign_files, write_json
-from spec_jax.models.parts import Part, Tensor
+from spec_jax.models.parts import Part, Tensor, stack
 from spec_jax.models.pickles import PICKLE, PICKLE_INDEX, open_pickles
 from spec_jax.models.shards import INDEX, SINGLE, indexed_files, open_shards, weight_files
 from spec_jax.models.specs import ParamSpec
@@ -123,10 +123,10 @@ class StrictReader:
         return f" ({origins[0]})" if len(origins) == 1 else ""
 
     def weight(self, name: str, spec: ParamSpec, dtype: DTypeLike) -> Tensor:
-        """Takes the tensor of a weight.
+        """Takes the tensor of a weight, or the tensors of experts, which are stacked.
 
         Args:
-          name: of the tensor.
+          name: of the tensor, with ``{e}`` for the number of an expert.
           spec: the weight's declaration.
           dtype: of the weight, unless its declaration states another.
 
@@ -136,6 +136,10 @@ class StrictReader:
         Raises:
           WeightsError: it is missing, quantised, or has another shape.
         """
+        if "{e}" in name:
+            one = spec._replace(shape=spec.shape[1:], axes=spec.axes[1:])
+            experts = (name.replace("{e}", str(e)) for e in range(spec.shape[0]))
+            return stack([self.weight(expert, one, dtype) for expert in experts])
         stored = self.take(name, spec.shape[::-1] if spec.is_linear else spec.shape)
         if stored.dtype.itemsize == 1 or np.issubdtype(stored.dtype, np.integer):
             raise WeightsError(
