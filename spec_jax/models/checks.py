@@ -7,7 +7,7 @@ which it means something.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spec_jax.config.checks import MAX_INT, check, is_integer, is_number, shown
@@ -120,6 +120,13 @@ def check_ranges(config: Any, **ranges: tuple[float, float]) -> None:
         check(is_fit, name, value, f"a number from {low:g} to {high:g}")
 
 
+def check_known(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises a ConfigError that lists the known values if a value is none of them."""
+    known = list(known)
+    if value not in known:
+        raise ConfigError(f"{name} {shown(value)} is not supported; known: {', '.join(known)}")
+
+
 def check_supported(hf: Mapping[str, Any], **expected: Any) -> None:
     """Raises a ConfigError if a key of a config.json has another value than the expected one."""
     for name, value in expected.items():
@@ -159,13 +166,19 @@ def stated_object(hf: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def check_stop_tokens(value: Any, vocab_size: Any) -> None:
-    """Raises a ConfigError if a stop token of an ``eos_token_id`` is no id of the vocabulary.
+def stop_tokens(value: Any, vocab_size: Any = None) -> tuple[int, ...]:
+    """Returns ``eos_token_id`` as a tuple, whether none (also written as -1), one or several.
 
-    ``NO_TOKEN`` is no error.
+    Args:
+      value: of the key.
+      vocab_size: V; any other value than an integer: it is not known.
+
+    Raises:
+      ConfigError: one of them is no id of the vocabulary.
     """
     ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
     size = vocab_size if is_integer(vocab_size) else MAX_SIZE
     for token in ids:
         is_id = token == NO_TOKEN or is_integer(token, 0, size - 1)
         check(is_id, "eos_token_id", value, f"an id from 0 to {size - 1}, or a list of such ids")
+    return tuple(dict.fromkeys(token for token in ids if token != NO_TOKEN))

@@ -11,19 +11,19 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import (
-    NO_TOKEN,
     as_declared,
     check_fields,
+    check_known,
     check_nulls,
     check_ranges,
     check_sizes,
-    check_stop_tokens,
     check_supported,
     is_integer,
     is_number,
     shown,
     stated_flag,
     stated_object,
+    stop_tokens,
 )
 from spec_jax.show.summary import short_repr
 
@@ -129,17 +129,6 @@ def _has_window_layers(hf: Mapping[str, Any]) -> bool:
     return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
 
 
-def eos_tuple(value: Any) -> tuple[int, ...]:
-    """Returns ``eos_token_id`` as a tuple, whether none (also written as -1), one or several.
-
-    Raises:
-      ConfigError: one of them is no id.
-    """
-    check_stop_tokens(value, None)
-    ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
-    return tuple(dict.fromkeys(token for token in ids if token != NO_TOKEN))
-
-
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """The rotary position embedding; fields are those of Hugging Face's ``rope_parameters``."""
@@ -160,11 +149,7 @@ class RopeConfig:
     __repr__ = short_repr()
 
     def __post_init__(self):
-        if self.rope_type not in ROPE_TYPES:
-            raise ConfigError(
-                f"rope_type {shown(self.rope_type)} is not supported; known: "
-                f"{', '.join(ROPE_TYPES)}"
-            )
+        check_known("rope_type", self.rope_type, ROPE_TYPES)
         check_ranges(self, **_ROPE_RANGES)
         check_fields(self)
         if self.original_max_position_embeddings is not None:
@@ -221,10 +206,8 @@ class RopeConfig:
         names += ("low_freq_factor", "high_freq_factor") if raw["rope_type"] == "llama3" else ()
         check_nulls(cls, {name: raw[name] for name in names if name in raw})
 
-        def is_stated(name):
-            return name == "rope_type" or raw[name] is not None
-
-        return cls(**as_declared(cls, {name: raw[name] for name in filter(is_stated, raw)}))
+        stated = {n: x for n, x in raw.items() if n == "rope_type" or x is not None}
+        return cls(**as_declared(cls, stated))
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields that this ``rope_type`` uses, as ``rope_parameters`` holds them."""
@@ -282,10 +265,11 @@ def from_fields(cls: type[T], hf: Mapping[str, Any]) -> T:
     def is_needed(field):
         return field.default is field.default_factory is dataclasses.MISSING
 
-    missing = {field.name for field in filter(is_needed, dataclasses.fields(cls))} - set(read)
+    needed = {field.name for field in filter(is_needed, dataclasses.fields(cls))}
+    missing = sorted(needed - set(read))
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise ConfigError(f"{', '.join(sorted(missing))} {verb} missing")
+        raise ConfigError(f"{', '.join(missing)} {verb} missing")
     read = as_declared(cls, read)
     try:
         return cls(**read, **({"rope": RopeConfig.from_hf(hf)} if "rope" in names else {}))
@@ -363,7 +347,7 @@ class HubConfig:
         X = getattr(self, "num_experts", None)
         if X and self.num_experts_per_tok > X:
             raise ConfigError(f"num_experts_per_tok is {self.num_experts_per_tok} of {X} experts")
-        object.__setattr__(self, "eos_token_id", eos_tuple(self.eos_token_id))
+        object.__setattr__(self, "eos_token_id", stop_tokens(self.eos_token_id))
 
     def as_hf(self, model_type: str, architecture: str, *left_out: str) -> dict[str, Any]:
         """Returns the fields as a config.json holds them.
@@ -489,14 +473,8 @@ class ModelConfig(EqualHeads):
     attention: str = "auto"
 
     def __post_init__(self):
-        if self.model_type not in self.architectures:
-            known = ", ".join(self.architectures)
-            raise ConfigError(
-                f"model_type {shown(self.model_type)} is not supported; known: {known}"
-            )
-        if self.attention not in ATTENTIONS:
-            known = ", ".join(ATTENTIONS)
-            raise ConfigError(f"attention {shown(self.attention)} is not supported; known: {known}")
+        check_known("model_type", self.model_type, self.architectures)
+        check_known("attention", self.attention, ATTENTIONS)
         others = {}
         if self.num_key_value_heads is None:
             others["num_key_value_heads"] = self.num_attention_heads
@@ -531,9 +509,7 @@ class ModelConfig(EqualHeads):
         """
         kind = hf.get("model_type")
         kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-        if kind not in list(cls.architectures):
-            known = ", ".join([*cls.architectures, *ALIASES])
-            raise ConfigError(f"model_type {shown(kind)} is not supported; known: {known}")
+        check_known("model_type", kind, [*cls.architectures, *ALIASES])
         hf = {**_LEFT_OUT.get(hf["model_type"], {}), **hf}
         check_sees_all(hf)
         name = _NO_NULL.get(hf["model_type"])

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import check_stop_tokens, shown
+from spec_jax.models.checks import shown, stop_tokens
 from spec_jax.models.config import RopeConfig, text_part
 from spec_jax.models.files import check_not_quantised, exists, naming, read_json
 from spec_jax.models.float8 import has_blocks
@@ -240,9 +240,9 @@ def read_config(directory: str | pathlib.Path) -> AnyConfig:
     with naming(file):
         family = family_of_type(hf.get("model_type"))
         text = text_part(hf)
-        check_stop_tokens(text.get("eos_token_id"), text.get("vocab_size"))
+        stop_tokens(text.get("eos_token_id"), text.get("vocab_size"))
     with naming(generation):
-        check_stop_tokens(generated, text.get("vocab_size"))
+        stop_tokens(generated, text.get("vocab_size"))
     with naming(file):
         if generated is not None:
             hf["eos_token_id"] = generated

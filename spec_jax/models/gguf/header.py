@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import struct
 import types
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -167,8 +166,7 @@ class _Cursor:
 
     def text(self) -> str:
         """The next text, after its length."""
-        (length,) = struct.unpack("<Q", self.take(8))
-        return self.take(length).decode()
+        return self.take(self.number("<u8")).decode()
 
     def value(self, kind: int) -> Any:
         """The next value of a kind; a list has numbers or texts."""
