@@ -19,6 +19,7 @@ Source: Gated Delta Networks, arXiv 2412.06464; the triangular system, arXiv 240
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,7 @@ def delta_net(
     cache: StateCache | None,
     index: int,
     window: Window,
-    config: MixerConfig,
+    config: Any,
 ) -> tuple[jax.Array, StateCache | None]:
     """Applies a gated delta net to normalised inputs, without the residual.
 
@@ -191,11 +192,12 @@ def delta_net(
       cache: is read and written; None if the tokens are whole sequences.
       index: the layer's place in the cache.
       window: the tokens' places, and what each of them sees.
-      config: the shape of the net.
+      config: of the model; its ``mixer`` is the shape.
 
     Returns:
       dtype[B,T,D], and the cache with the window written.
     """
+    config = config.mixer
     B, T, _ = x_BTD.shape
     f32 = jnp.float32
     N = config.num_heads

@@ -68,7 +68,7 @@ def test_a_delta_net_equals_its_recurrence():
     def run(x):
         cache = StateCache.create(config, 1, 2)
         window = Window.after(QWEN35, cache, 2, T)
-        out, cache = delta_net(layer, x, cache, 0, window, config)
+        out, cache = delta_net(layer, x, cache, 0, window, QWEN35)
         return out, cache.commit(jnp.asarray(lengths))
 
     out, cache = run(x)

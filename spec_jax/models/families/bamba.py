@@ -116,12 +116,8 @@ def layer_tables(config: BambaConfig) -> list[dict[str, ParamSpec]]:
     return [kinds[config.is_attention(i)] for i in range(config.num_hidden_layers)]
 
 
-def _mix_by_state(layer, h_BTD, cache, index, window, config):
-    return mixer(layer, h_BTD, cache, index, window, config.mixer)
-
-
 _ATTENTION = LayerKind(pre_norm_layer(attention, mlp))
-_STATE = LayerKind(pre_norm_layer(_mix_by_state, mlp), init_states)
+_STATE = LayerKind(pre_norm_layer(mixer, mlp), init_states)
 
 register(
     Family(

@@ -206,34 +206,26 @@ def _attention_table(config: DeepseekConfig) -> dict[str, ParamSpec]:
     """The weights of attention."""
     D = config.hidden_size
     N = config.num_attention_heads
-    prefix = "model.layers.{i}."
-    table: dict[str, ParamSpec] = {}
-
-    def norm(name, size, axis, hf):
-        table[name] = norm_spec(size, f"{prefix}{hf}", axis)
-
-    def project(name, d_in, d_out, axes, hf, has_bias=False):
-        hf = f"{prefix}self_attn.{hf}"
-        linear_specs(table, name, d_in, d_out, axes, hf, has_bias=has_bias)
-
-    rank = config.q_lora_rank
+    hf = "model.layers.{i}.self_attn."
     bias = config.attention_bias
+    rank = config.q_lora_rank
+    table: dict[str, ParamSpec] = {}
     if rank is None:
-        project("q", D, N * config.key_dim, ("embed", "heads"), "q_proj")
+        linear_specs(table, "q", D, N * config.key_dim, ("embed", "heads"), f"{hf}q_proj")
     else:
-        project("q_a", D, rank, ("embed", "latent"), "q_a_proj", bias)
-        norm("q_a_norm", rank, "latent", "self_attn.q_a_layernorm")
-        project("q_b", rank, N * config.key_dim, ("latent", "heads"), "q_b_proj")
+        linear_specs(table, "q_a", D, rank, ("embed", "latent"), f"{hf}q_a_proj", has_bias=bias)
+        table["q_a_norm"] = norm_spec(rank, f"{hf}q_a_layernorm", "latent")
+        linear_specs(table, "q_b", rank, N * config.key_dim, ("latent", "heads"), f"{hf}q_b_proj")
     rank = config.kv_lora_rank
-    rope = config.qk_rope_head_dim
-    project("kv_a", D, rank + rope, ("embed", "latent"), "kv_a_proj_with_mqa", bias)
-    norm("kv_a_norm", rank, "latent", "self_attn.kv_a_layernorm")
-    width = config.qk_nope_head_dim + config.v_head_dim
+    axes = ("embed", "latent")
+    name = f"{hf}kv_a_proj_with_mqa"
+    linear_specs(table, "kv_a", D, config.latent_dim, axes, name, has_bias=bias)
+    table["kv_a_norm"] = norm_spec(rank, f"{hf}kv_a_layernorm", "latent")
     # As files hold it: the part of each head is then a matrix, for either side of attention.
-    table["kv_b"] = ParamSpec(
-        (N * width, rank), ("heads", "latent"), f"{prefix}self_attn.kv_b_proj.weight", is_map=True
-    )
-    project("o", N * config.v_head_dim, D, ("heads", "embed"), "o_proj", bias)
+    shape = (N * (config.qk_nope_head_dim + config.v_head_dim), rank)
+    table["kv_b"] = ParamSpec(shape, ("heads", "latent"), f"{hf}kv_b_proj.weight", is_map=True)
+    axes = ("heads", "embed")
+    linear_specs(table, "o", N * config.v_head_dim, D, axes, f"{hf}o_proj", has_bias=bias)
     return table
 
 

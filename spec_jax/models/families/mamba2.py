@@ -121,16 +121,9 @@ def mixer_table(config: MixerConfig, prefix: str) -> dict[str, ParamSpec]:
     axes = ("embed", "state_inputs")
     bias = config.has_bias
     linear_specs(table, "in", D, width + C + N, axes, f"{prefix}in_proj", has_bias=bias)
-    linear_specs(
-        table,
-        "out",
-        width,
-        D,
-        ("state_heads", "embed"),
-        f"{prefix}out_proj",
-        has_bias=bias,
-        init="residual",
-    )
+    axes = ("state_heads", "embed")
+    hf = f"{prefix}out_proj"
+    linear_specs(table, "out", width, D, axes, hf, has_bias=bias, init="residual")
     shape = (C, 1, config.conv_kernel)
     axes = ("channels", "one", "reach")
     table["conv"] = ParamSpec(shape, axes, f"{prefix}conv1d.weight", init="conv")
@@ -160,7 +153,7 @@ def mixer(
     cache: StateCache | None,
     index: int,
     window: Window,
-    config: MixerConfig,
+    config: Any,
 ) -> tuple[jax.Array, StateCache | None]:
     """Applies the state-space part of a layer to normalised inputs, without the residual.
 
@@ -170,11 +163,12 @@ def mixer(
       cache: is read and written; None if the tokens are whole sequences.
       index: the layer's place in the cache.
       window: the tokens' places, and what each of them sees.
-      config: the shape of the mixer.
+      config: of the model; its ``mixer`` is the shape.
 
     Returns:
       dtype[B,T,D], and the cache with the window written.
     """
+    config = config.mixer
     B, T, _ = x_BTD.shape
     N = config.num_heads
     H = config.head_dim
@@ -253,7 +247,7 @@ def decoder_layer(
     """Applies one layer with its residuals, see ``Family.layer``."""
     norm = layer["mixer_norm"]
     h = rms_norm(x_BTD.astype(norm.dtype), norm, config.rms_norm_eps)
-    h, cache = mixer(layer, h, cache, index, window, config.mixer)
+    h, cache = mixer(layer, h, cache, index, window, config)
     return (x_BTD.astype(jnp.float32) if config.residual_in_fp32 else x_BTD) + h, cache
 
 

@@ -22,7 +22,14 @@ from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, mix_experts, route
 from spec_jax.models.rope import rotate
-from spec_jax.models.specs import ParamSpec, attention_specs, gated_specs, layer_specs, outer_specs
+from spec_jax.models.specs import (
+    ParamSpec,
+    attention_specs,
+    gated_specs,
+    layer_specs,
+    linear_specs,
+    outer_specs,
+)
 from spec_jax.models.ssm import MixerConfig
 from spec_jax.sharding import repeat_heads
 
@@ -187,17 +194,15 @@ def mlp_table(config: Any) -> dict[str, ParamSpec]:
     X = config.num_experts
     hf = "model.layers.{i}.mlp"
 
-    def vector(size, axis, name):
-        axes = ("embed", axis)
-        return ParamSpec((D, size), axes, f"{hf}.{name}.weight", is_linear=True)
-
-    table = {"router": vector(X, "experts", "gate")}
+    table: dict[str, ParamSpec] = {}
+    linear_specs(table, "router", D, X, ("embed", "experts"), f"{hf}.gate")
     width = getattr(config, "shared_expert_intermediate_size", None)
     if width is not None:
-        table["shared_scale"] = vector(1, "one", "shared_expert_gate")
+        linear_specs(table, "shared_scale", D, 1, ("embed", "one"), f"{hf}.shared_expert_gate")
     table |= experts_table(f"{hf}.experts", X, D, config.moe_intermediate_size)
-    shared = {} if width is None else gated_specs("shared_", f"{hf}.shared_expert", D, width)
-    return table | shared
+    if width is not None:
+        table |= gated_specs("shared_", f"{hf}.shared_expert", D, width)
+    return table
 
 
 def attention(
@@ -255,10 +260,6 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array
         return mixed + shared if "shared_scale" in layer else mixed
 
 
-def _mix(layer, h_BTD, cache, index, window, config):
-    return delta_net(layer, h_BTD, cache, index, window, config.mixer)
-
-
 def kinds_by_type(feed: Callable[..., Any]) -> Callable[[Any], list[LayerKind]]:
     """Returns ``Family.kinds`` of layers that attend or are delta nets.
 
@@ -267,7 +268,7 @@ def kinds_by_type(feed: Callable[..., Any]) -> Callable[[Any], list[LayerKind]]:
     """
     kinds = {
         FULL: LayerKind(pre_norm_layer(attention, feed)),
-        LINEAR: LayerKind(pre_norm_layer(_mix, feed), init_states),
+        LINEAR: LayerKind(pre_norm_layer(delta_net, feed), init_states),
     }
     return lambda config: [kinds[kind] for kind in config.layer_types]
 
