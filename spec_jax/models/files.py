@@ -83,9 +83,11 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     try:
         value = parse_json(read_text(file))
     except (OSError, ValueError) as error:
+        if file.exists():
+            raise WeightsError(f"{file} cannot be read: {error}") from error
         raise WeightsError(
             f"{file.parent} is no Hugging Face model directory: {file.name}: {error}"
-            f"{'' if file.exists() else foreign_files(file.parent)}"
+            f"{foreign_files(file.parent)}"
         ) from error
     if not isinstance(value, dict):
         raise WeightsError(f"{file} holds a {type(value).__name__}; expected an object")

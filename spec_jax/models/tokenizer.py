@@ -16,7 +16,7 @@ from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import gguf
 from spec_jax.models.added_tokens import DECODER, add_stated_tokens
 from spec_jax.models.detokenize import BYTE_TOKEN, Unsettled, unsettled_part
-from spec_jax.models.files import parse_json, read_text
+from spec_jax.models.files import read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -300,11 +300,7 @@ def _whole(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 def _read_object(file: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no file."""
-    with _errors_of(file):
-        value = parse_json(read_text(file)) if file.exists() else {}
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__}; expected an object")
-    return value
+    return read_json(file) if file.exists() else {}
 
 
 @contextlib.contextmanager
