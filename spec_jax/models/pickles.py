@@ -6,7 +6,6 @@ import pathlib
 import zipfile
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.errors import WeightsError
@@ -20,12 +19,6 @@ _CONVERT = (
     "safetensors.torch.save_file({name: tensor.clone() for name, tensor in "
     f"torch.load('{PICKLE}', weights_only=True).items()}}, '{SINGLE}')"
 )
-# NumPy's names of what torch's ``numpy`` does not know, with a dtype of the same width.
-_OTHER = {
-    "bfloat16": ("int16", jnp.bfloat16),
-    "float8_e4m3fn": ("uint8", jnp.float8_e4m3fn),
-    "float8_e5m2": ("uint8", jnp.float8_e5m2),
-}
 
 
 def open_pickles(directory: pathlib.Path) -> dict[str, Tensor]:
@@ -47,22 +40,19 @@ def open_pickles(directory: pathlib.Path) -> dict[str, Tensor]:
 def _tensor(name: str, tensor: Any) -> Tensor:
     """A tensor of torch as ours."""
     kind = str(tensor.dtype).removeprefix("torch.")
-    if kind in _OTHER:
+    try:
+        dtype = np.dtype(kind)
+    except TypeError as error:
+        raise WeightsError(f"tensor {name} has dtype {kind}: {error}") from error
+    if dtype.isbuiltin == 2:  # one of ml_dtypes, which torch's ``numpy`` does not know
         import torch
 
-        width, dtype = _OTHER[kind]
-        tensor = tensor.view(getattr(torch, width))
-        stored = np.dtype(dtype)
-    else:
-        try:
-            stored = tensor[:0].numpy().dtype if tensor.ndim else tensor.numpy().dtype
-        except (TypeError, RuntimeError) as error:
-            raise WeightsError(f"tensor {name} has dtype {kind}: {error}") from error
+        tensor = tensor.view(getattr(torch, f"int{8 * dtype.itemsize}"))
 
     def read(part: Part) -> np.ndarray:
-        return tensor[tuple(slice(r.start, r.stop) for r in part)].numpy().view(stored)
+        return tensor[tuple(slice(r.start, r.stop) for r in part)].numpy().view(dtype)
 
-    return Tensor(tuple(tensor.shape), stored, read)
+    return Tensor(tuple(tensor.shape), dtype, read)
 
 
 def _load(file: pathlib.Path) -> dict[str, Any]:

@@ -168,10 +168,6 @@ def logits(params: Params, tokens: jax.Array, *, config: AnyConfig) -> jax.Array
     return unembed(params, forward(params, tokens, config=config).hidden)
 
 
-def _open_window(cache: Cache, width: int) -> Cache:
-    return cache.open_window(width)
-
-
 @functools.cache
 def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None = None) -> Model:
     """Returns the ``Model`` of this shape: the functions that decoder and drafters call.
@@ -209,5 +205,5 @@ def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None 
         forward=functools.partial(forward, config=config, taps=taps),
         unembed=unembed_tokens if is_padded else unembed,
         num_tokens=num_tokens if is_padded else None,
-        open_window=_open_window,
+        open_window=lambda cache, width: cache.open_window(width),
     )
