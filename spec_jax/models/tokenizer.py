@@ -38,7 +38,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None):
-        self.backend = _whole(backend)
+        self.backend = _untruncated(backend)
         self.config = dict(config or {})
         self.chat_template_kwargs: dict[str, Any] = {}
 
@@ -282,7 +282,7 @@ class Tokenizer:
         return len(found), f"{token!r} of id {ids[0]} in the one and {ids[1]} in the other"
 
 
-def _whole(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def _untruncated(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Returns a tokenizer that neither truncates nor pads."""
     if backend.truncation is None and backend.padding is None:
         return backend
