@@ -292,10 +292,13 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class HubConfig:
+class AnyConfig:
     """Base of the configs of all families; fields have Hugging Face's names.
 
-    ``scan_layers`` is ours, see ``ModelConfig``. A family sets ``saved_as``.
+    A family's config is a frozen dataclass that also has, as fields, properties or class variables:
+    ``max_position_embeddings``, ``rms_norm_eps`` of the final norm, ``rope`` (a ``RopeConfig``) and
+    ``rotary_dim``, the number of dimensions of a head that are rotated. Those of families that use
+    ``layers.attention``, ``layers.mlp`` or ``KVCache`` have the fields that these read, too.
     """
 
     saved_as: ClassVar[tuple[str, str]]  # its model_type, and the class in transformers
@@ -307,7 +310,7 @@ class HubConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
-    scan_layers: bool = False
+    scan_layers: bool = False  # ours: layers that repeat are stacked, and scanned
 
     __repr__ = short_repr()
 
@@ -373,7 +376,7 @@ class HubConfig:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class AttentionConfig(HubConfig):
+class AttentionConfig(AnyConfig):
     """Base of the configs of models that attend with a rotary embedding."""
 
     num_attention_heads: int
@@ -439,7 +442,7 @@ class PartialRotary(EqualHeads):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        """See ``HubConfig.from_hf``; the factor may also stand among the rotary parameters."""
+        """See ``AnyConfig.from_hf``; the factor may also stand among the rotary parameters."""
         hf = dict(hf)
         part = "partial_rotary_factor"
         for name in ("rope_scaling", "rope_parameters"):

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.state import StateCache
 from spec_jax.models.checks import check_ranges, shown
-from spec_jax.models.config import EPS_RANGE, HubConfig, RopeConfig
+from spec_jax.models.config import EPS_RANGE, AnyConfig, RopeConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, check_one_document, linear, rms_norm
 from spec_jax.models.specs import ParamSpec, linear_specs, norm_spec, outer_specs
@@ -45,7 +45,7 @@ def time_limits(value: Any) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class Mamba2Config(HubConfig):
+class Mamba2Config(AnyConfig):
     """The shape of a Mamba-2 model. Field names are Hugging Face's."""
 
     saved_as: ClassVar[tuple[str, str]] = ("mamba2", "Mamba2ForCausalLM")
@@ -100,7 +100,7 @@ class Mamba2Config(HubConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Mamba2Config:
-        """See ``HubConfig.from_hf``; "swish" is another name of the activation."""
+        """See ``AnyConfig.from_hf``; "swish" is another name of the activation."""
         is_swish = hf.get("hidden_act") == "swish"
         return super().from_hf({**hf, "hidden_act": "silu"} if is_swish else hf)
 

@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -20,36 +20,10 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import shown, stop_tokens
-from spec_jax.models.config import RopeConfig, text_part
+from spec_jax.models.config import AnyConfig, text_part
 from spec_jax.models.files import check_not_quantised, exists, naming, read_json
 from spec_jax.models.float8 import has_blocks
 from spec_jax.models.specs import ParamSpec
-
-
-class AnyConfig(Protocol):
-    """What the config of every family has. Names are Hugging Face's where it has them.
-
-    A config is a frozen dataclass. The configs of families that use ``layers.attention``,
-    ``layers.mlp`` or ``KVCache`` also have the fields that these read.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    max_position_embeddings: int
-    rms_norm_eps: float  # of the final norm
-    tie_word_embeddings: bool
-    eos_token_id: tuple[int, ...]
-    rope: RopeConfig
-    rotary_dim: int  # number of dimensions of a head that are rotated
-    scan_layers: bool  # layers that repeat are stacked, and scanned
-
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> AnyConfig:
-        """Builds the config from a parsed config.json."""
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json that ``from_hf`` reads."""
 
 
 class LayerKind(NamedTuple):
