@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
+from spec_jax.config.checks import check, is_count
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import (
     as_declared,
@@ -334,7 +335,7 @@ class AnyConfig:
         Args:
           *sizes: fields that are positive integers unless they are None, beside those that are
             declared as integers.
-          may_be_0: of those, the one that need not be positive.
+          may_be_0: of those, one that may also be 0.
           **others: values that replace those of fields.
 
         Raises:
@@ -345,6 +346,9 @@ class AnyConfig:
         names = [field.name for field in dataclasses.fields(self) if field.type == "int"]
         stated = [name for name in sizes if getattr(self, name) is not None]
         check_sizes(self, *(name for name in names if name != may_be_0), *stated)
+        if may_be_0:
+            value = getattr(self, may_be_0)
+            check(is_count(value), may_be_0, value, "an integer of 0 or more")
         check_fields(self)
         check_ranges(self, rms_norm_eps=EPS_RANGE)
         X = getattr(self, "num_experts", None)

@@ -91,10 +91,6 @@ class DeepseekConfig(AttentionConfig):
             raise ConfigError(
                 f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs it even"
             )
-        if self.first_k_dense_replace < 0:
-            raise ConfigError(
-                f"first_k_dense_replace is {self.first_k_dense_replace}; expected 0 or more layers"
-            )
         if self.num_dense_layers:
             check_sizes(self, "intermediate_size")
         if not self.is_sparse:
