@@ -251,7 +251,7 @@ class EagleFormats(HeadFormats):
 
     def source(self, reading: Reading) -> Any:
         files = super().source(reading)
-        shape = files.tensor("fc.weight").shape
+        shape = files["fc.weight"].shape
         config = reading.config
         width = config.target_hidden_size
         taps = config.taps
