@@ -3,6 +3,7 @@
     python -m experiments.benchmark
     python -m experiments.benchmark --parts=llama110m --workdir=runs/benchmark/mine
     python -m experiments.benchmark --peers --config.transformers.python=PATH
+    python -m experiments.benchmark --config=configs/benchmark_gpu.py
 
 The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
@@ -10,6 +11,7 @@ The parts:
   peers         transformers' assisted generation and prompt lookup on the zoo's
                 models; needs torch and transformers. --peers runs it alone, or after
                 the parts of --parts
+With configs/benchmark_gpu.py the parts are those of experiments/benchmarks/gpu.py, on one GPU.
 
 The run's folder gets config.json, environment.json, and after every part report.json and
 report.md. A part that cannot be measured is left out with a note, and the others go on. To compare
@@ -29,15 +31,20 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import benchmark as default
-from experiments.benchmarks import llama110m, peers, training
-from experiments.benchmarks.table import HEADER, Line
+from experiments.benchmarks import gpu, llama110m, peers, training
+from experiments.benchmarks.table import Line, table_of
 from experiments.run import cli, report
 from spec_jax.errors import ConfigError, SpecJaxError
-from spec_jax.show.tables import Section, Table
+from spec_jax.show.tables import Section
 
 # Each has ``check(config)``, which raises ConfigError if a value of its section is out of range,
 # and ``measure(config, records) -> Result``, given the records of the parts before it by name.
 PARTS = {"llama110m": llama110m, "training": training, "peers": peers}
+
+_ABOUT = (
+    "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by repeat. "
+    "Greedy, float32, batch 1, without prefill, unless a line says otherwise."
+)
 
 
 def run(
@@ -48,20 +55,24 @@ def run(
     """Runs parts and returns the record that report.json holds.
 
     Args:
-      config: See ``configs/benchmark.py``.
+      config: See ``configs/benchmark.py`` and ``configs/benchmark_gpu.py``.
       workdir: The run's folder; by default runs/benchmark/TIME.
-      parts: Names of ``PARTS``; by default all.
+      parts: Names of ``PARTS``, or of ``gpu.parts``; by default all.
 
     Raises:
       SpecJaxError: The config cannot be used, or no part could be measured. If only some parts
         fail, they are left out with a note and listed in the record's "left_out".
     """
     config = config.copy_and_resolve_references()
-    parts = [*PARTS] if parts is None else parts
-    if not parts or set(parts) - set(PARTS):
-        raise ConfigError(f"parts are {', '.join(parts)!r}; expected some of {', '.join(PARTS)}")
-    cli.check_keys(config, default.get_config())
-    for part in PARTS.values():
+    if "tiny" in config:
+        known = gpu.parts(config)
+    else:
+        known = PARTS
+        cli.check_keys(config, default.get_config())
+    parts = [*known] if parts is None else parts
+    if not parts or set(parts) - set(known):
+        raise ConfigError(f"parts are {', '.join(parts)!r}; expected some of {', '.join(known)}")
+    for part in known.values():
         part.check(config)
     folder = cli.open_workdir("benchmark", workdir)
     begin = time.monotonic()
@@ -71,7 +82,7 @@ def run(
     record |= {"parts": {}, "left_out": {}, "notes": [], "lines": [], "is_complete": False}
 
     def measure(name: str) -> None:
-        result = PARTS[name].measure(config, record["parts"])
+        result = known[name].measure(config, record["parts"])
         lines.extend(dataclasses.replace(line, part=name) for line in result.lines)
         record["lines"] = [line.to_dict() for line in lines]
         record["notes"] += result.notes
@@ -80,7 +91,7 @@ def run(
 
     errors: list[SpecJaxError] = []
     try:
-        for name in (name for name in PARTS if name in parts):
+        for name in (name for name in known if name in parts):
             try:
                 measure(name)
             except SpecJaxError as error:  # the other parts go on
@@ -100,15 +111,11 @@ def run(
 
 
 def _sections(record: dict, lines: Sequence[Line], sections: Sequence[Section]) -> list[Section]:
-    about = (
-        "Medians of interleaved repeats, with their quartiles; ratios are taken repeat by "
-        "repeat. Greedy, float32, batch 1, without prefill, unless a line says otherwise."
-    )
+    is_gpu = "tiny" in record["config"]
     notes = [*record["notes"], *report.load_note(record["environment"])]
-    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
+    if not is_gpu and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
         notes.append(f"the bars are for jax 0.12; on {jax.__version__} the figures are reported")
-    cells = [line.cells() for line in lines]
-    parts = [Section("", (about,), Table(HEADER, cells) if cells else None), *sections]
+    parts = [Section("", (gpu.ABOUT if is_gpu else _ABOUT,), table_of(lines)), *sections]
     return parts + [Section("Notes", notes)] * bool(notes)
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_jax.evaluation.timing import spread
-from spec_jax.show.tables import Section
+from spec_jax.show.tables import Section, Table
 
-HEADER = ("part", "measured", "median", "quartiles", "bar", "met", "note")
+_NAMES = ("part", "measured", "median", "quartiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Line:
       is_upper: Whether the bar is an upper bound of the median; else it is a lower one.
       note: What a reader must know beside the number.
       part: The part of the benchmark; ``experiments.benchmark`` fills it in.
+      predicted: What a model of the device expects, in place of a bar, or None.
     """
 
     what: str
@@ -35,6 +36,7 @@ class Line:
     is_upper: bool = True
     note: str = ""
     part: str = ""
+    predicted: float | None = None
 
     @property
     def value(self) -> tuple[float, float, float]:
@@ -51,18 +53,30 @@ class Line:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the line as values for a JSON file."""
-        kept = {n: getattr(self, n) for n in ("part", "what", "unit", "bar", "is_upper", "note")}
+        names = ("part", "what", "unit", "bar", "is_upper", "predicted", "note")
+        kept = {name: getattr(self, name) for name in names}
         median, *quartiles = self.value
         return kept | {"value": median, "quartiles": quartiles, "is_met": self.is_met}
 
     def cells(self) -> list[str]:
-        """Returns the line as text, in the order of ``HEADER``."""
-        form = (lambda x: f"{x:.0f}") if self.unit == "tok/s" else (lambda x: f"{x:.3g}")
+        """Returns the line as text, in the order of ``table_of``."""
+        form = (lambda x: f"{x:.0f}") if self.unit.endswith("/s") else (lambda x: f"{x:.3g}")
         unit = self.unit if self.unit == "x" else f" {self.unit}"
         bar = "" if self.bar is None else f"{'<=' if self.is_upper else '>='} {self.bar:g}"
-        met = {True: "yes", False: "NO", None: ""}[self.is_met]
+        compared = [bar, {True: "yes", False: "NO", None: ""}[self.is_met]]
+        if self.predicted is not None:
+            compared = [form(self.predicted), f"{self.value[0] / self.predicted:.2f}"]
         median, low, high = map(form, self.value)
-        return [self.part, self.what, f"{median}{unit}", f"{low}–{high}", bar, met, self.note]
+        cells = [self.part, self.what, f"{median}{unit}", f"{low}–{high}"]
+        return [*cells, *compared, self.note]
+
+
+def table_of(lines: Sequence[Line]) -> Table | None:
+    """Returns a table of lines, which have bars or predictions; None of no line."""
+    is_predicted = any(line.predicted is not None for line in lines)
+    compared = ("predicted", "ratio") if is_predicted else ("bar", "met")
+    rows = [line.cells() for line in lines]
+    return Table((*_NAMES, *compared, "note"), rows) if rows else None
 
 
 class Result(NamedTuple):

@@ -99,7 +99,10 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     mask = jnp.ones(tokens.shape, bool)
     objective = with_view(objective, target.config, shape.taps)
     step = jax.jit(
-        functools.partial(train_step, objective=objective, optimizer=optimizer), donate_argnums=0
+        functools.partial(
+            train_step, objective=objective, optimizer=optimizer, dtype=config.get("dtype")
+        ),
+        donate_argnums=0,
     )
     batch = Batch(tokens, mask, jax.random.key(0))
     table = head_table(shape)

@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class Worker(contextlib.AbstractContextManager):
         *,
         cwd: str | pathlib.Path,
         environment: Mapping[str, str] | None = None,
+        limit_s: float | None = None,
     ):
         """Starts the process and waits until it has loaded.
 
@@ -55,6 +57,7 @@ class Worker(contextlib.AbstractContextManager):
           setup: Its first request.
           cwd: The directory that it runs in.
           environment: Its environment variables; by default those of this process.
+          limit_s: After so many seconds it is killed; None: never.
 
         Raises:
           WorkerError: It cannot be started, ended, or does not answer.
@@ -75,6 +78,9 @@ class Worker(contextlib.AbstractContextManager):
         except OSError as error:
             self._errors.close()
             raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from error
+        self._alarm = threading.Timer(limit_s or 0, self._process.kill)
+        if limit_s is not None:
+            self._alarm.start()
         try:
             self.facts = self.ask(setup)
         except BaseException:
@@ -113,6 +119,7 @@ class Worker(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """Ends the process."""
+        self._alarm.cancel()
         with contextlib.suppress(BrokenPipeError):  # it has ended, and left a request unread
             self._process.stdin.close()
         self._process.stdout.close()

@@ -13,6 +13,8 @@ from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import exists
 
 _LLAMA = {"rms_norm_eps": 1e-5}
+_SMOLLM2 = _LLAMA | {"vocab_size": 49152, "max_position_embeddings": 8192}
+_SMOLLM2 |= {"rope": RopeConfig(rope_theta=1e5)}
 _LLAMA3 = _LLAMA | {"vocab_size": 128256, "max_position_embeddings": 131072}
 _LLAMA31, _LLAMA32 = (
     _LLAMA3 | {"rope": RopeConfig("llama3", 5e5, factor, original_max_position_embeddings=8192)}
@@ -47,6 +49,7 @@ _MODELS = {  # what models of a kind share, and the sizes of each
     "vicuna-7b": (_VICUNA, 4096, 11008, 32, 32, 32, False),
     "vicuna-13b": (_VICUNA, 5120, 13824, 40, 40, 40, False),
     "vicuna-33b": (_VICUNA, 6656, 17920, 60, 52, 52, False),
+    "smollm2-135m": (_SMOLLM2, 576, 1536, 30, 9, 3, True),
 }
 PRESETS: dict[str, ModelConfig] = {
     name: ModelConfig(scan_layers=True, **shared, **dict(zip(_SIZES, sizes, strict=True)))
