@@ -175,20 +175,11 @@ def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: d
             held_out=held_out,
             counts=counts,
             max_length=data.max_length or None,
-            is_strict=False,
             refusals=refusals,
         )
         print(f"packing {data.text} for {split}", flush=True)
         made = {"split": held_out.note if split == "held_out" else "", "refusals": refusals}
-        packed.write_packed(
-            folder,
-            split,
-            documents,
-            tokenizer,
-            sources=about["paths"],
-            counts=counts,
-            about=about | made,
-        )
+        packed.write_packed(folder, split, documents, tokenizer, counts=counts, about=about | made)
 
 
 def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:

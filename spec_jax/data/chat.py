@@ -42,32 +42,21 @@ class ChatTemplate:
 
     sources: Mapping[str, str]  # template texts by name
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values
-    name: str | None = None  # None: "tool_use" for conversations with tools, else "default"
-    now: datetime.datetime = dataclasses.field(default_factory=_time_of_process)
+    now: datetime.datetime = dataclasses.field(default_factory=_time_of_process)  # strftime_now's
 
     @classmethod
-    def from_tokenizer(
-        cls,
-        tokenizer: Tokenizer,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        name: str | None = None,
-        now: datetime.datetime | None = None,
-    ) -> ChatTemplate:
-        """Takes the tokenizer's chat templates, with its special tokens as variables.
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """Takes the tokenizer's chat templates and its variables for them.
+
+        The tokenizer's ``chat_template_kwargs`` override its special tokens. ``tools`` and
+        ``documents`` among them are of conversations that have none of their own.
 
         Args:
           tokenizer: A tokenizer that ``Tokenizer.from_directory`` loaded.
-          variables: More variables, such as ``enable_thinking``: JSON values. They override those
-            of the tokenizer, which override special tokens. ``tools`` and ``documents`` are of
-            conversations that have none of their own.
-          name: The name of the template, if there are several.
-          now: The time that ``strftime_now`` shows. None means the time at which the process
-            first made a template, so that all its prompts have one date.
 
         Raises:
-          ConfigError: The tokenizer has no chat template, or none of that name; or the template
-            does not read one of the variables.
+          ConfigError: The tokenizer has no chat template; or the template does not read one of
+            ``chat_template_kwargs``, or every rendering sets it.
         """
         sources = tokenizer.chat_templates
         if not sources:
@@ -75,30 +64,40 @@ class ChatTemplate:
                 "the tokenizer has no chat template; expected chat_template.jinja beside "
                 "tokenizer.json, or chat_template in tokenizer_config.json"
             )
-        chosen = {**tokenizer.chat_template_kwargs, **(variables or {})}
-        template = cls(
-            sources, {**tokenizer.special_tokens, **chosen}, name, now or _time_of_process()
-        )
+        chosen = tokenizer.chat_template_kwargs
+        template = cls(sources, {**tokenizer.special_tokens, **chosen})
         template.source()
+        read = set()
         if chosen:
-            template._check_variables(chosen)
+            read = {name for has in (False, True) for name in template._ask(has, None)["names"]}
+        for name, value in chosen.items():
+            is_list = isinstance(value, (list, tuple)) and all(isinstance(x, dict) for x in value)
+            if name in ("tools", "documents") and not is_list and value is not None:
+                raise ConfigError(
+                    f"{name} of the chat template are {value!r:.60}; expected objects"
+                )
+            if name in _OF_CONVERSATIONS or name not in read:
+                known = sorted(read - {*_OF_CONVERSATIONS, *_FUNCTIONS})
+                raise ConfigError(
+                    f"the chat template does not read the variable {name!r}"
+                    f"{did_you_mean(name, known)}; it reads {', '.join(known) or 'none'}"
+                )
         return template
 
     def source(self, *, has_tools: bool = False) -> str:
-        """Returns the text of the template for conversations with or without tools.
+        """Returns the text of the template "tool_use", or of the default one.
 
         Args:
           has_tools: Whether the conversation has tools.
 
         Raises:
-          ConfigError: There is no template of that name, or no default one.
+          ConfigError: There is no default template.
         """
-        name, has_tools = self.name, has_tools or self.variables.get("tools") is not None
-        if name is None:
-            name = "tool_use" if has_tools and "tool_use" in self.sources else "default"
+        has_tools = has_tools or self.variables.get("tools") is not None
+        name = "tool_use" if has_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise ConfigError(
-                f"the tokenizer has no chat template {name!r}; expected name to be one of "
+                f"the tokenizer has no chat template {name!r}; it has "
                 f"{', '.join(map(repr, sorted(self.sources)))}"
             )
         return self.sources[name]
@@ -112,7 +111,6 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
         """Renders a conversation as text, with the special tokens that the template writes.
@@ -121,27 +119,24 @@ class ChatTemplate:
           messages: JSON objects with a role and a content. Keys whose value is None count as
             absent.
           tools: JSON schemas of functions, for templates that show them.
-          documents: Documents, for templates that show them.
           add_generation_prompt: Whether to end with the header of an assistant's turn.
 
         Raises:
           ConfigError: There is no message, one is not a JSON object, or the template fails.
         """
-        return self._render(messages, tools, documents, add_generation_prompt, ("", ""))
+        return self._render(messages, tools, add_generation_prompt)
 
     def render_spans(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Renders a conversation, and finds its ``{% generation %}`` blocks.
 
         Args:
           messages: See ``render``.
           tools: See ``render``.
-          documents: See ``render``.
 
         Returns:
           The text, and the begin and end of each block in characters.
@@ -150,10 +145,10 @@ class ChatTemplate:
           ConfigError: See ``render``; or the template changes the text of a block, so that its
             place in the whole text is unknown.
         """
-        text = self._render(messages, tools, documents, False, ("", ""))
+        text = self._render(messages, tools)
         used = set(text) | set(self.source(has_tools=tools is not None))
         begin, end, *_ = (chr(c) for c in _PRIVATE_USE if chr(c) not in used)
-        marked = self._render(messages, tools, documents, False, (begin, end))
+        marked = self._render(messages, tools, marks=(begin, end))
         position = 0
         open_blocks = []
         spans = []
@@ -173,46 +168,26 @@ class ChatTemplate:
             )
         return text, sorted(spans)
 
-    def _check_variables(self, chosen: Mapping[str, Any]) -> None:
-        """Raises a ConfigError if a chosen variable has no effect, or is set by every rendering."""
-        read = {name for has in (False, True) for name in self._ask(has, None)["names"]}
-        for name, value in chosen.items():
-            is_list = isinstance(value, (list, tuple)) and all(isinstance(x, dict) for x in value)
-            if name in ("tools", "documents") and not is_list and value is not None:
-                raise ConfigError(
-                    f"{name} of the chat template are {value!r:.60}; expected objects"
-                )
-            if name in _OF_CONVERSATIONS or name not in read:
-                known = sorted(read - {*_OF_CONVERSATIONS, *_FUNCTIONS})
-                raise ConfigError(
-                    f"the chat template does not read the variable {name!r}"
-                    f"{did_you_mean(name, known)}; it reads {', '.join(known) or 'none'}"
-                )
-
-    def _render(self, messages, tools, documents, add_generation_prompt, marks) -> str:
+    def _render(self, messages, tools, add_generation_prompt=False, marks=("", "")) -> str:
         tools = self.variables.get("tools") if tools is None else tools
-        documents = self.variables.get("documents") if documents is None else documents
         if not messages:
             raise ConfigError("the conversation has no message; expected at least one")
-        try:
-            json.dumps([messages, tools, documents])
-            check_depth([messages, tools, documents])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"a message holds what JSON cannot: {error}") from error
-        try:
-            json.dumps(dict(self.variables))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"a variable holds what JSON cannot: {error}") from error
+        for name, value in (("message", [messages, tools]), ("variable", dict(self.variables))):
+            try:
+                json.dumps(value)
+                check_depth(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"a {name} holds what JSON cannot: {error}") from error
         for message in messages:
             if not isinstance(message, dict):
                 raise ConfigError(f"a message is {message!r:.80}; expected an object with a role")
         return self._ask(
             tools is not None,
             {
+                "documents": None,
                 **self.variables,
                 "messages": [_with_reasoning(message) for message in messages],
                 "tools": tools,
-                "documents": documents,
                 "add_generation_prompt": add_generation_prompt,
                 MARKS: marks,
             },

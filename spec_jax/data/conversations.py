@@ -5,19 +5,17 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.records import Conversation, Text, read_records
 from spec_jax.data.splits import HeldOut, check_split
 from spec_jax.data.tokens import separator_id
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from spec_jax.data.chat import ChatTemplate
 
 
 class Document(NamedTuple):
@@ -35,32 +33,16 @@ class Encoder:
     every token has the position that it has there. A separator ends it, unless it ends with one.
 
     Args:
-      tokenizer: The target's tokenizer.
-      template: The chat template. None means the tokenizer's own.
-      separator: The token after each document. None means ``END_OF_TEXT`` if the tokenizer has
-        it, else its ``eos_token``.
-
-    Raises:
-      ConfigError: The tokenizer has no such token.
+      tokenizer: The target's tokenizer, with its chat template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None = None,
-        *,
-        separator: str | None = None,
-    ):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        if template is not None:
-            self.template = template
         self.backend = tokenizer.backend
-        if separator is not None:
-            self.separator_id = separator_id(tokenizer, separator)
 
     @functools.cached_property
     def separator_id(self) -> int:
-        """The id of the token after each document."""
+        """The id of the token after each document, see ``tokens.separator_id``."""
         return separator_id(self.tokenizer)
 
     @functools.cached_property
@@ -71,8 +53,6 @@ class Encoder:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
-        from spec_jax.data.chat import ChatTemplate  # needs jinja2, slow to import
-
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def text(self, record: Text) -> list[Document]:
@@ -98,7 +78,7 @@ class Encoder:
         """Encodes the prompt of each answer, up to where the answer begins.
 
         A conversation that does not end with an answer has one more prompt, the whole
-        conversation. See ``num_prompts``.
+        conversation. See ``answered``.
 
         Args:
           record: The conversation.
@@ -111,7 +91,7 @@ class Encoder:
         """
         return [
             self.prompt(record._replace(messages=record.messages[:end]))
-            for end in _answered(record.messages)
+            for end in answered(record.messages)
         ]
 
     def prompt(self, record: Conversation | Text) -> list[int]:
@@ -241,24 +221,13 @@ def _check_unicode(text: str, source: str) -> None:
         ) from error
 
 
-def opening(record: Conversation) -> Conversation | None:
-    """Returns the messages before a conversation's first answer, or None if there are none."""
-    ends = _answered(record.messages)
-    return record._replace(messages=record.messages[: ends[0]]) if ends else None
-
-
-def num_prompts(record: Conversation) -> int:
-    """Returns the number of a conversation's prompts, see ``Encoder.prompts``."""
-    return len(_answered(record.messages))
-
-
 def _until_last_answer(messages) -> list:
     """Returns the messages up to the assistant's last turn; none if it has no turn."""
     roles = [message["role"] for message in messages]
     return messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
 
 
-def _answered(messages) -> list[int]:
+def answered(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns the number of messages before each answer, also before one still to be written."""
     roles = [message["role"] for message in messages]
     given = [i for i, role in enumerate(roles) if role == "assistant" and i > 0]
@@ -294,11 +263,13 @@ def read_documents(
     split: str = "train",
     held_out: HeldOut = HeldOut(),
     max_length: int | None = None,
-    is_strict: bool = True,
     counts: collections.Counter | None = None,
     refusals: list[str] | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of one split, in the order of the files.
+
+    A record that cannot be encoded, usually a conversation that the template refuses, is skipped
+    and counted.
 
     Args:
       paths: Files and folders, see ``read_records``.
@@ -306,8 +277,6 @@ def read_documents(
       split: "train" or "held_out".
       held_out: What is held out; by default nothing.
       max_length: Documents of more tokens are left out. None means that none is.
-      is_strict: Whether a record that cannot be encoded (usually a conversation that the
-        template refuses) is an error; else it is skipped and counted.
       counts: Filled while the documents are read: records ("conversations", "texts",
         "other_split"); those that were skipped ("no_answer" if the assistant has no turn that
         answers; "empty"; "refused"); "messages_after_the_last_answer", which are left out;
@@ -324,12 +293,10 @@ def read_documents(
         raise ConfigError(f"max_length is {max_length}; expected at least 2, or None")
     counts = collections.Counter() if counts is None else counts
     refusals = [] if refusals is None else refusals
-    return _documents(
-        list(paths), encoder, split, held_out, max_length, is_strict, counts, refusals
-    )
+    return _documents(list(paths), encoder, split, held_out, max_length, counts, refusals)
 
 
-def _documents(paths, encoder, split, held_out, max_length, is_strict, counts, refusals):
+def _documents(paths, encoder, split, held_out, max_length, counts, refusals):
     for record in (record for path in paths for record in read_records(path)):
         record = held_out.part(record, split)
         if record is None:
@@ -339,19 +306,23 @@ def _documents(paths, encoder, split, held_out, max_length, is_strict, counts, r
         useless = "empty" if is_text else "no_answer"
         counts["texts" if is_text else "conversations"] += 1
         if not is_text:
-            _check_template(encoder, record.source)
+            try:
+                _ = encoder.template
+            except ConfigError as error:  # of all conversations, so it is no refusal of this one
+                instead = "" if encoder.tokenizer.chat_templates else ", or rows of text"
+                raise ConfigError(
+                    f"{record.source} is a conversation, but {error}{instead}"
+                ) from error
         try:
             found = encoder.text(record) if is_text else encoder.conversation(record)
         except ConfigError as error:
-            if is_strict:
-                raise
             counts["refused"] += 1
             if not refusals:
                 refusals.append(str(error))
             continue
         if found and not is_text:
-            answered = _until_last_answer(record.messages)
-            counts["messages_after_the_last_answer"] += len(record.messages) - len(answered)
+            unread = len(record.messages) - len(_until_last_answer(record.messages))
+            counts["messages_after_the_last_answer"] += unread
         counts["several"] += len(found) > 1
         documents = [one for one in found if one.mask[1:].any()]  # the first is input only
         counts[useless] += len(found) - len(documents) if found else 1
@@ -371,12 +342,3 @@ def _documents(paths, encoder, split, held_out, max_length, is_strict, counts, r
             f"({seen or 'no record'}){refusal}; expected at least one conversation with an "
             f"answer, or one text, in the split{why if held_out.note else ''}"
         )
-
-
-def _check_template(encoder: Encoder, source: str) -> None:
-    """Raises ConfigError without a chat template, whether or not refusals are skipped."""
-    try:
-        _ = encoder.template
-    except ConfigError as error:
-        instead = "" if encoder.tokenizer.chat_templates else ", or rows of text"
-        raise ConfigError(f"{source} is a conversation, but {error}{instead}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import collections
 import hashlib
 import json
 import os
@@ -36,7 +35,6 @@ def write_packed(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     *,
-    sources: Iterable[str | os.PathLike] = (),
     counts: Mapping[str, int] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Packed:
@@ -51,9 +49,8 @@ def write_packed(
       name: The name of the corpus, such as its split.
       documents: The documents, see ``read_documents``.
       tokenizer: The tokenizer that encoded them; its ``fingerprint`` is kept.
-      sources: The files that they come from, for the description.
       counts: The counter that ``read_documents`` fills; it is read after the last document.
-      about: More JSON values for the description, such as the split.
+      about: More JSON values for the description, such as the files that they come from.
 
     Raises:
       ConfigError: There is no document, or one has ids that the tokenizer does not have.
@@ -63,7 +60,6 @@ def write_packed(
     tokens_file, mask_file, info_file = paths = _paths(directory, name)
     partial = [path.with_name(path.name + ".partial") for path in paths]
     starts = array.array("q", [0])
-    trained = 0
     num_ids = tokenizer.num_ids
     try:
         with _Growing(partial[0], np.int32) as tokens, _Growing(partial[1], np.bool_) as mask:
@@ -81,21 +77,13 @@ def write_packed(
                 tokens.append(ids)
                 mask.append(is_trained)
                 starts.append(starts[-1] + len(ids))
-                trained += int(np.sum(is_trained))
         if len(starts) == 1:
             raise ConfigError(f"there is no document for {name}; expected at least one")
-        counted = collections.Counter(counts or {})
         info = {
             **(about or {}),
             "version": VERSION,
             "tokenizer": fingerprint(tokenizer),
-            "sources": [str(source) for source in sources],
-            "counts": {
-                **counted,
-                "documents": len(starts) - 1,
-                "tokens": starts[-1],
-                "trained": trained,
-            },
+            "counts": {**(counts or {}), "documents": len(starts) - 1},
             "starts": starts.tolist(),
         }
         partial[2].write_text(json.dumps(info) + "\n", encoding="utf-8")

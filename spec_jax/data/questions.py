@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from spec_jax.data import python_source, sources
-from spec_jax.data.conversations import opening
+from spec_jax.data.conversations import answered
 from spec_jax.data.records import Conversation, Text, parse_record, read_rows, usable
 from spec_jax.errors import ConfigError
 
@@ -204,10 +204,11 @@ def _first_text(record: Conversation | Text) -> str:
     """Returns a text, or the first one that the user wrote before the first answer."""
     if isinstance(record, Text):
         return record.text
-    before = opening(record)
-    if before is None:
+    ends = answered(record.messages)
+    if not ends:
         raise ConfigError(f"{record.source} has no message to answer")
-    texts = [m["content"] for m in before.messages if m["role"] == "user" and m["content"]]
+    before = record.messages[: ends[0]]
+    texts = [m["content"] for m in before if m["role"] == "user" and m["content"]]
     if not texts:
         raise ConfigError(f"{record.source} has no text of the user before its first answer")
     return texts[0]
@@ -247,20 +248,11 @@ def of_record(
     if _is_of_turns(record, turns):
         more = [[{"role": "user", "content": turn}] for turn in turns[1:]]
     else:
-        messages, *more = _asked(messages) or [[]]
+        ends = answered(messages)
+        begins = [0, *(end + 1 for end in ends)]
+        asked = (messages[begin:end] for begin, end in zip(begins, ends))  # without the answers
+        messages, *more = [part for part in asked if part] or [[]]
     return Question(name, category, (tuple(messages), *map(tuple, more)), tools=record.tools)
-
-
-def _asked(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Returns the messages before each answer, without the answers."""
-    parts: list[list[dict[str, Any]]] = [[]]
-    for number, message in enumerate(messages):
-        is_answer = message["role"] == "assistant" and number > 0
-        if is_answer and parts[-1]:
-            parts.append([])
-        elif not is_answer:
-            parts[-1].append(message)
-    return [part for part in parts if part]
 
 
 def _with_unique_names(questions: Sequence[Question]) -> list[Question]:

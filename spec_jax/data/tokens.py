@@ -58,24 +58,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-def separator_id(tokenizer: Tokenizer, token: str | None = None) -> int:
-    """Returns the id of the token that separates documents.
+def separator_id(tokenizer: Tokenizer) -> int:
+    """Returns the id of ``END_OF_TEXT`` if the tokenizer has it, else that of its ``eos_token``.
+
+    It separates documents.
 
     Args:
       tokenizer: The tokenizer of the model that reads the text.
-      token: The token. None means ``END_OF_TEXT`` if the tokenizer has it, else its ``eos_token``.
 
     Raises:
       ConfigError: The tokenizer has no such token.
     """
-    if token is None and tokenizer.token_id(END_OF_TEXT) is None:
+    token = END_OF_TEXT
+    if tokenizer.token_id(token) is None:
         token = tokenizer.special_tokens.get("eos_token")
         if token is None:
             raise ConfigError(
                 f"the tokenizer has no {END_OF_TEXT}, and no eos_token that could separate "
                 "documents in its place: name one of its tokens eos_token in tokenizer_config.json"
             )
-    token = END_OF_TEXT if token is None else token
     index = tokenizer.token_id(token)
     if index is None:
         raise ConfigError(

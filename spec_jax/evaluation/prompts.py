@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spec_jax import processes
-from spec_jax.data.conversations import Encoder, check_variables, num_prompts, opening
+from spec_jax.data.conversations import Encoder, answered, check_variables
 from spec_jax.data.questions import Question, of_record
 from spec_jax.data.records import Conversation, Text
 from spec_jax.engine.request import encode, encode_messages
@@ -73,9 +73,8 @@ class PromptEncoder:
         """Returns the number of prompts that ``every`` returns."""
         if isinstance(record, Text):
             return 1
-        if opening(record) is None:
-            return 0
-        return num_prompts(record) if self.is_templated(of_record(record)) else 1
+        count = len(answered(record.messages))
+        return count if self.is_templated(of_record(record)) else min(count, 1)
 
     @functools.cached_property
     def _conversations(self) -> Encoder:

@@ -152,13 +152,11 @@ class _Run:
     def plain(self) -> SpeculativeDecoder:
         return SpeculativeDecoder(self.decoder.target, mesh=self.decoder.mesh)
 
-    @functools.cached_property
-    def plain_rows(self) -> list[list[int]]:
+    def plain_outputs(self, request: Request) -> list[list[int]]:
         """What plain decoding emits."""
         engine = self.plain.engine(self.samplers)
-        state = engine.prefill(self.request(self.prompts, self.samplers))
-        go_on = jnp.zeros(len(self.prompts), jnp.int32)
-        return outputs(engine.generate(state, go_on, 2**30)[0])
+        running = jnp.zeros(len(self.prompts), jnp.int32)
+        return outputs(engine.generate(engine.prefill(request), running, 2**30)[0])
 
     @property
     def is_coupled(self) -> bool:
@@ -273,7 +271,8 @@ def _check_tokens(run: _Run) -> None:
             f"{run.name('tokens')} rows end after {total.tolist()} tokens in place of "
             f"{run.limits} ({', '.join(reasons)})"
         )
-    for row, (ours, plain) in enumerate(zip(outputs(state), run.plain_rows)):
+    plain_rows = run.plain_outputs(run.request(run.prompts, run.samplers))
+    for row, (ours, plain) in enumerate(zip(outputs(state), plain_rows)):
         is_cold = run.samplers[row].temperature == 0 and rule.is_lossless
         if (run.is_coupled or is_cold) and ours != plain:
             at = next(i for i, (a, b) in enumerate(zip(ours, plain)) if a != b)
@@ -467,18 +466,13 @@ def _check_end(run: _Run) -> None:
     if any(n is not None and n < size for n in longest) or not run.is_coupled:
         return
     prompts = [(ids * size)[: size - n] for ids, n in zip(run.prompts, room)]
-    states = []
-    for engine in (run.engine, run.plain.engine(run.samplers)):
-        sampler = make_sampler(run.samplers, len(prompts), run.system.target.vocab_size)
-        slots = whole_slots(1)
-        request = make_request(engine.system, prompts, room, sampler, sampler, slots=slots)
-        states.append(engine.prefill(request))
-    state, plain = states
+    sampler = make_sampler(run.samplers, len(prompts), run.system.target.vocab_size)
+    slots = whole_slots(1)
+    request = make_request(run.engine.system, prompts, room, sampler, sampler, slots=slots)
+    state = run.engine.prefill(request)
     while state.is_active.any():
         state = run.round(run.ask(state))
-    go_on = jnp.zeros(len(prompts), jnp.int32)
-    expected = outputs(run.plain.engine(run.samplers).generate(plain, go_on, 2**30)[0])
-    for row, (ours, theirs) in enumerate(zip(outputs(state), expected)):
+    for row, (ours, theirs) in enumerate(zip(outputs(state), run.plain_outputs(request))):
         if ours != theirs:
             raise ConformanceError(f"{run.name('end')} row {row} emits {ours}, expected {theirs}")
     is_beyond = np.arange(state.tokens.shape[1]) >= np.asarray(state.total)[:, None]

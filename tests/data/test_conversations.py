@@ -17,8 +17,8 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
 
 
-def encode(tokenizer, messages, tools=None, template=None) -> list[Document]:
-    return Encoder(tokenizer, template).conversation(Conversation(messages, tools, "here:1"))
+def encode(tokenizer, messages, tools=None) -> list[Document]:
+    return Encoder(tokenizer).conversation(Conversation(messages, tools, "here:1"))
 
 
 def marked(tokenizer, document) -> list[str]:
@@ -114,30 +114,27 @@ def test_rewritten_earlier_turns_give_a_document_a_turn():
 
 
 def test_an_answer_that_does_not_begin_with_its_prompt_is_refused(tmp_path):
-    tokenizer = chat.byte_level(chat.REASONING)
-    template = ChatTemplate.from_tokenizer(tokenizer, variables={"is_open": True})
+    tokenizer = chat.byte_level(chat.REASONING).with_chat_template_kwargs({"is_open": True})
     with pytest.raises(ConfigError, match=r"here:1: .*turn 2 .*'\\n</think>.* has 'Hm'.*blocks"):
-        encode(tokenizer, chat.TALK, template=template)
+        encode(tokenizer, chat.TALK)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": chat.TALK}, {"text": "fine"}])
     counts = collections.Counter()
-    found = list(
-        read_documents([file], Encoder(tokenizer, template), is_strict=False, counts=counts)
-    )
+    found = list(read_documents([file], Encoder(tokenizer), counts=counts))
     assert len(found) == counts["documents"] == counts["refused"] == counts["texts"] == 1
 
 
-def test_what_the_template_raises_names_the_line_or_is_counted(tmp_path):
+def test_what_the_template_raises_names_the_line_and_is_counted(tmp_path):
     encoder = Encoder(chat.byte_level(chat.MISTRAL))
     odd = [chat.TALK[0], *chat.TALK]
     file = write_lines(tmp_path / "a.jsonl", [{"messages": chat.TALK}, {"messages": odd}])
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2: .*must take turns"):
-        list(read_documents([file], encoder))
-    counts = collections.Counter()
-    assert len(list(read_documents([file], encoder, is_strict=False, counts=counts))) == 1
+    counts, refusals = collections.Counter(), []
+    found = read_documents([file], encoder, counts=counts, refusals=refusals)
+    assert len(list(found)) == 1
+    assert "a.jsonl:2: " in refusals[0] and "must take turns" in refusals[0]
     assert counts["refused"] == 1 and counts["conversations"] == 2
     file = write_lines(tmp_path / "b.jsonl", [{"messages": odd}])
     with pytest.raises(ConfigError, match=r"no document.*refused 1.*must take turns"):
-        list(read_documents([file], encoder, is_strict=False))
+        list(read_documents([file], encoder))
 
 
 def test_generation_blocks_that_mark_nothing_are_refused():
@@ -189,13 +186,14 @@ def test_text_is_marked_after_its_first_token_to_a_separator():
     (document,) = Encoder(tokenizer).text(Text("two and two", "t"))
     assert not document.mask[0] and document.mask[1:].all()
     assert text_of(tokenizer, document) == "<s>two and two" + END_OF_TEXT
-    (document,) = Encoder(tokenizer, separator="</s>").text(Text("two</s>", "t"))
-    assert text_of(tokenizer, document) == "<s>two</s>"  # it ends with one
     assert Encoder(tokenizer).text(Text("", "t")) == []
     plain = chat.byte_level(special=("<s>", "</s>"))
-    assert Encoder(plain).text(Text("two", "t"))[0].ids[-1] == plain.token_id("</s>")
+    for text in ("two", "two</s>"):  # which may end with one
+        (document,) = Encoder(plain).text(Text(text, "t"))
+        assert text_of(plain, document) == "<s>two</s>"
+    other = Tokenizer(plain.backend, {"eos_token": "<end>"})
     with pytest.raises(ConfigError, match=r"'<end>' to separate documents; set eos_token in"):
-        Encoder(plain, separator="<end>")
+        Encoder(other).text(Text("two", "t"))
     with pytest.raises(ConfigError, match="no token"):
         Encoder(chat.byte_level(special=("<s>",))).text(Text("two", "t"))
 

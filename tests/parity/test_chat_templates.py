@@ -109,7 +109,8 @@ def test_the_language_of_templates_agrees(tmp_path, source):
     ours, theirs = both(tokenizer, tmp_path)
     for messages in (TALKS["system"], TALKS["tools"]):
         more = {"extra": "E"} if "extra" in source else {}  # ours refuses what is not read
-        found = outcome(lambda: ChatTemplate.from_tokenizer(ours, variables=more).render(messages))
+        given = ours.with_chat_template_kwargs(more)
+        found = outcome(lambda: ChatTemplate.from_tokenizer(given).render(messages))
         expected = outcome(lambda: theirs.apply_chat_template(messages, tokenize=False, **more))
         assert found == expected
 

@@ -10,7 +10,6 @@ pass in the model's own dtype at the same positions.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,14 +22,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Samplers, highest_temperature
 from spec_jax.testing.auditing.replay import Call, Honest, Passes, Replayed, replay
-from spec_jax.testing.auditing.verdict import (
-    Audit,
-    Choice,
-    RowAudit,
-    Trail,
-    first_difference,
-    judge,
-)
+from spec_jax.testing.auditing.verdict import Audit, RowAudit, Trail, first_difference, judge
 from spec_jax.testing.oracles import penalised
 
 
@@ -195,54 +187,45 @@ def _examine(
     honest = passes.logits([*prompt, *pair[0][: N - 1]], len(prompt))
 
     def of_row(logits):
-        return _penalised(logits, config, prompt, pair[0])
+        """Returns logits f64[N,V] with bias and penalties."""
+        texts = (tuple(pair[0][:i]) for i in range(len(logits)))
+        rows = [penalised(x, config, prompt, text) for x, text in zip(logits, texts)]
+        return np.asarray(rows).reshape(-1, logits.shape[-1])
 
     exact = of_row(honest.exact)
     rounded = of_row(honest.rounded)
     below = exact.max(axis=1) - np.asarray([exact[range(N), [*ids[:N]]] for ids in pair])
     gaps = below.max(axis=0)
-    choices = [
-        Choice(name, _shown(passes.target, ids[at]), float(gap[at]))
+    taken = [
+        f"{name} takes {_shown(passes.target, ids[at])}, {gap[at]:.2g} below the best"
         for name, ids, gap in zip(names, pair, below)
         if at is not None
     ]
     unit = honest.eps * np.abs(exact).max(axis=1)  # of one rounding of a logit
     rounding = np.maximum(np.abs(exact - rounded).max(axis=1), unit)
-    trails = []
-    own = []
-    for name, rows, again in zip(_NAMES, pair, replays):
-        trail, logits = _trail(name, rows[:N], again, honest, of_row)
-        trails.append(trail)
-        own.append(logits)
-    verdict, evidence = judge(at, gaps, rounding, trails, choices)
+    trails = [
+        _trail(name, rows[:N], again, honest, of_row)
+        for name, rows, again in zip(_NAMES, pair, replays)
+    ]
+    verdict, evidence = judge(at, gaps, rounding, trails, taken)
     if not replays:
         evidence = (*evidence, "the logits that the tokens were chosen from were not examined")
-    known = [max(trail.ratio, default=0.0) for trail in trails]
-    found = RowAudit(
+    there = {}
+    if at is not None:
+        tokens = tuple(rows[at] for rows in pair)
+        there = dict(tokens=tokens, gap=float(gaps[at]), rounding=float(rounding[at]))
+    return RowAudit(
         row,
         verdict,
         evidence,
         at,
-        deviations=tuple(map(float, known)),
+        deviations=tuple(float(max(trail.ratio, default=0.0)) for trail in trails),
         pooled=tuple(float(trail.pooled) for trail in trails),
-    )
-    if at is None:
-        return found
-    there = [x[at] if at < len(x) else None for x in own]
-    is_known = len(there) == 2 and all(x is not None for x in there)
-    difference = float(np.abs(there[0] - there[1]).max()) if is_known else None
-    return dataclasses.replace(
-        found,
-        tokens=tuple(rows[at] for rows in pair),
-        gap=float(gaps[at]),
-        rounding=float(rounding[at]),
-        top2_gaps=tuple(map(_top2_gap, [exact[at], *there])),
-        logit_difference=difference,
+        **there,
     )
 
 
-def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail, np.ndarray]:
-    """Returns the trail of one decoding, and its logits f64[N,V] with penalties."""
+def _trail(name, output, again: Replayed, honest: Honest, of_row) -> Trail:
     parts_at = first_difference(output, again.tokens[: len(output)])
     # Up to the difference the texts are the same, so the logits there still are comparable.
     n = len(output) if parts_at is None else parts_at + 1
@@ -262,12 +245,7 @@ def _trail(name, output, again: Replayed, honest: Honest, of_row) -> tuple[Trail
     own_gap = logits.max(axis=1) - logits[range(n), again.tokens[:n]]
     tolerance = honest.eps * float(np.abs(logits).max())
     pooled = float(rms(off) / usual)
-    return Trail(name, off / np.maximum(noise, usual), pooled, own_gap, tolerance, parts_at), logits
-
-
-def _penalised(logits, config, prompt, output) -> np.ndarray:
-    rows = [penalised(x, config, prompt, tuple(output[:i])) for i, x in enumerate(logits)]
-    return np.asarray(rows).reshape(-1, logits.shape[-1])
+    return Trail(name, off / np.maximum(noise, usual), pooled, own_gap, tolerance, parts_at)
 
 
 def _shown(target: LoadedModel, token: int) -> str:
@@ -276,10 +254,3 @@ def _shown(target: LoadedModel, token: int) -> str:
     if tokenizer is None:
         return f"id {token}"
     return f"id {token} ({tokenizer.special_texts.get(token) or tokenizer.decode([token])!r})"
-
-
-def _top2_gap(logits: np.ndarray | None) -> float | None:
-    if logits is None:
-        return None
-    second, first = np.sort(logits)[-2:]
-    return float(first - second)

@@ -10,7 +10,7 @@ import numpy as np
 
 # In units of the honest pass's error; docs/decisions.md has the measurements.
 LOCAL_FACTOR = 3.0  # of the logits after one prefix
-POOLED_FACTOR = 1.3  # of all of a row, on average; of a few positions see ``pooled_factor``
+POOLED_FACTOR = 1.3  # of all of a row, on average; more of a few positions, see ``judge``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +25,6 @@ class RowAudit:
       tokens: the two tokens there, of plain decoding and of the other; None where an output ended.
       gap: the distance, in float32, of the worse of the two below the best logit.
       rounding: the largest error of a logit there in the dtype of the weights.
-      top2_gaps: of the best two logits there: in float32, in plain decoding's own pass, in the
-        other's; None where that was not decoded again.
-      logit_difference: the largest difference there of the logits of the two passes, of one token
-        and of K + 1.
       deviations: the largest distance of each decoding's logits from the float32 pass, as a
         multiple of that of a pass without a cache in the same dtype.
       pooled: likewise, root mean square of all positions up to the difference.
@@ -41,8 +37,6 @@ class RowAudit:
     tokens: tuple[int | None, int | None] | None = None
     gap: float | None = None
     rounding: float | None = None
-    top2_gaps: tuple[float | None, ...] = ()
-    logit_difference: float | None = None
     deviations: tuple[float, ...] = ()
     pooled: tuple[float, ...] = ()
 
@@ -119,14 +113,6 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     return None if at == len(first) == len(second) else at
 
 
-def pooled_factor(num_positions: int) -> float:
-    """Returns how far the logits at so many positions may be from float32 on average.
-
-    In units of the honest pass's error: ``LOCAL_FACTOR`` for one, and less the more there are.
-    """
-    return max(POOLED_FACTOR, 1 + (LOCAL_FACTOR - 1) / num_positions)
-
-
 class Trail(NamedTuple):
     """How a decoding's own logits support its tokens.
 
@@ -149,26 +135,12 @@ class Trail(NamedTuple):
     parts_at: int | None = None
 
 
-class Choice(NamedTuple):
-    """The token of one output where the two diverge.
-
-    Attributes:
-      name: of the output, for sentences.
-      token: the token, for sentences.
-      gap: how far it lies below the best by the float32 pass.
-    """
-
-    name: str
-    token: str
-    gap: float
-
-
 def judge(
     at: int | None,
     gaps: np.ndarray,
     rounding: np.ndarray,
     trails: Sequence[Trail],
-    choices: Sequence[Choice] = (),
+    taken: Sequence[str] = (),
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the verdict on one row and its evidence, from recorded numbers alone.
 
@@ -178,12 +150,14 @@ def judge(
         at the difference the worse of the two.
       rounding: f64[N], the largest error of a logit at each position.
       trails: of the decodings that were run again.
-      choices: the two tokens at the difference; none where there is none.
+      taken: says which token each output takes at the difference; none where there is none.
     """
     wrong = []
     right = []
     for trail in trails:
         n = len(trail.ratio)
+        # The fewer positions, the farther their average may be: as far as one of them alone.
+        most = max(POOLED_FACTOR, 1 + (LOCAL_FACTOR - 1) / max(n, 1))
         missed = np.flatnonzero(trail.own_gap > trail.tolerance)
         if len(missed):
             i = int(missed[0])
@@ -198,10 +172,10 @@ def judge(
                 f"{trail.name}'s own logits at token {i} are {trail.ratio[i]:.1f} times as far "
                 f"from float32 as by rounding alone (limit {LOCAL_FACTOR:g})"
             )
-        elif n and not trail.pooled <= pooled_factor(n):
+        elif n and not trail.pooled <= most:
             wrong.append(
                 f"{trail.name}'s own logits are on average {trail.pooled:.2f} times as far from "
-                f"float32 as by rounding alone (limit {pooled_factor(n):.2g})"
+                f"float32 as by rounding alone (limit {most:.2g})"
             )
         elif n:
             right.append(
@@ -221,7 +195,6 @@ def judge(
     is_bug = bool(wrong) or bool(is_far.any())
     evidence = wrong if is_bug else right
     if at is not None:
-        taken = (f"{c.name} takes {c.token}, {c.gap:.2g} below the best" for c in choices)
         evidence.append(
             f"at {at} {', and '.join(taken)} in float32, where rounding moves a logit by up to "
             f"{rounding[at]:.2g}"

@@ -177,10 +177,15 @@ class Drafting:
             at = np.flatnonzero(drafts[:, i] != FREE)
             push[at, parent, drafts[at, i]] = 1e4 * (K - i)  # the first sibling is pushed hardest
         logits, proposal = self.propose(contexts, push)
-        # No ordinary noise draws a token whose probability underflows: see ``draws_as_reported``.
-        is_drawn = (proposal.tokens == drafts) & np.asarray(proposal.is_offered)
-        is_never = (is_drawn & (_of_drafts(proposal, self.parents) == 0)).any(axis=1)
-        self.check_faults(items, proposal, ~is_never)
+        is_checked = True
+        if proposal.probs is not None:
+            # No ordinary noise draws a token whose probability underflows: see
+            # ``draws_as_reported``.
+            rows = np.arange(len(items))[:, None]
+            is_never = proposal.probs[rows, list(self.parents), proposal.tokens] == 0
+            is_drawn = (proposal.tokens == drafts) & np.asarray(proposal.is_offered)
+            is_checked = ~(is_drawn & is_never).any(axis=1)
+        self.check_faults(items, proposal, is_checked)
         return Forced(items, np.ones(len(items)), contexts, logits, proposal)
 
     def check_faults(
@@ -213,34 +218,21 @@ class Drafting:
         drawn once in a million times are compared as sharply as others.
         """
         is_drawn = np.ones(len(forced.items), bool)
-        if forced.proposal.probs is None:
+        proposal = forced.proposal
+        if proposal.probs is None:
             return is_drawn
-        gumbel = np.random.default_rng(0).gumbel(size=forced.proposal.probs.shape)
-        for noise in (gumbel.astype(np.float32), _outweighing(forced.proposal, self.parents)):
+        gumbel = np.random.default_rng(0).gumbel(size=proposal.probs.shape)
+        # -ln q, and a little more for the drafts, the first sibling's most. A token of probability
+        # 0 has at most the smallest float32.
+        outweighing = -np.log(np.maximum(proposal.probs, SMALLEST), dtype=np.float32)
+        outweighing[proposal.probs == 0] -= 1
+        for i, parent in enumerate(self.parents):
+            siblings = list(self.parents[i:]).count(parent)
+            outweighing[np.arange(len(gumbel)), parent, proposal.tokens[:, i]] += _HAIR * siblings
+        for noise in (gumbel.astype(np.float32), outweighing):
             drawn = self.propose(forced.contexts, noise)[1]
             is_drawn &= matches_report(drawn, noise, self.parents)
         return is_drawn
-
-
-def _of_drafts(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
-    """f32[N,K], the reported probability of each draft; 1 where nothing is reported."""
-    if proposal.probs is None:
-        return np.ones(proposal.tokens.shape, np.float32)
-    rows = np.arange(len(proposal.tokens))[:, None]
-    return np.asarray(proposal.probs)[rows, list(parents), proposal.tokens]
-
-
-def _outweighing(proposal: Proposal, parents: Sequence[int]) -> np.ndarray:
-    """f32[N,K,V]: -ln q and a little more for the drafts, the first sibling's most.
-
-    A token of probability 0 has at most the smallest float32.
-    """
-    noise = -np.log(np.maximum(proposal.probs, SMALLEST), dtype=np.float32)
-    noise[np.asarray(proposal.probs) == 0] -= 1
-    rows = np.arange(len(noise))
-    for i, parent in enumerate(parents):
-        noise[rows, parent, proposal.tokens[:, i]] += _HAIR * list(parents[i:]).count(parent)
-    return noise
 
 
 def matches_report(drawn: Proposal, gumbel: np.ndarray, parents: Sequence[int]) -> np.ndarray:

@@ -69,15 +69,14 @@ class Loop:
         for row, prompt in zip(self._prompts, (row.prompt for row in rows)):
             row[: len(prompt)] = prompt
 
-    def prefill(self, of: np.ndarray, seeds: np.ndarray, system=None) -> decoding.DecodeState:
+    def prefill(self, of: np.ndarray, seeds: np.ndarray) -> decoding.DecodeState:
         """Returns the state after the prompts.
 
         Args:
           of: i64[B], which of ``rows`` stands in each place.
           seeds: i64[B].
-          system: in place of the loop's own.
         """
-        system, V, B = system or self.system, self.system.target.vocab_size, len(of)
+        V = self.system.target.vocab_size
         lengths = self._lengths[of]
         limit = lengths + 1 + self.num_tokens
         # Made of all rows, so that every batch has the same features and so the same program.
@@ -95,25 +94,23 @@ class Loop:
             jnp.asarray(self._prompts[of]),
             jnp.asarray(lengths),
             jnp.asarray(limit),
-            jnp.full((B, 1), -1, jnp.int32),
+            jnp.full((len(of), 1), -1, jnp.int32),
             *samplers,
-            system=system,
+            system=self.system,
             slots=self.slots,
         )
 
     def generate(
-        self, state: decoding.DecodeState, max_rounds: int = 2**30, system=None
+        self, state: decoding.DecodeState, max_rounds: int = 2**30
     ) -> decoding.DecodeState:
         """Runs rounds, at most ``max_rounds`` of them. Donates the state.
 
         Args:
           state: after a prefill.
           max_rounds: how many rounds.
-          system: in place of the loop's own.
         """
-        system = system or self.system
         running = jnp.zeros((len(state.finish),), jnp.int32)
-        return self.run(self.params, state, running, jnp.int32(max_rounds), system=system)[0]
+        return self.run(self.params, state, running, jnp.int32(max_rounds), system=self.system)[0]
 
     def output(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
         """Returns i64[B,1+num_tokens], what the rows have emitted.
@@ -160,8 +157,8 @@ class Loop:
         """Returns what plain decoding emits, by the package's rule of the same noise."""
         rule = GREEDY if self.system.rule.is_greedy else MATCH
         plain = self.system._replace(drafter=NO_DRAFT, num_draft=0, rule=rule)
-        state = self.generate(self.prefill(of, seeds, plain), system=plain)
-        return self.output(state, of)
+        loop = Loop(plain, self.params, self.rows, self.num_tokens, self.slots, self.run)
+        return loop.decode(of, seeds)
 
     def check_equal(
         self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str, hint: str = ""
