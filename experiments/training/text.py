@@ -126,15 +126,12 @@ def load(
         found = [packed.load_packed(folder, split, tokenizer) for split in SPLITS]
     if not any(split.info["counts"].get("conversations") for split in found):
         check_effect(variables, asked)
-    return tuple(_of_packed(f"{data.text} ({split})", x) for split, x in zip(SPLITS, found))
-
-
-def _of_packed(name: str, found: packed.Packed) -> Corpus:
-    info = found.info
-    notes = [info["split"], *(f"the first refusal: {text}" for text in info["refusals"])]
-    return Corpus(
-        name, found.tokens, found.mask, found.starts, info["counts"], tuple(filter(None, notes))
-    )
+    corpora = []
+    for split, (*arrays, info) in zip(SPLITS, found):
+        notes = [info["split"], *(f"the first refusal: {text}" for text in info["refusals"])]
+        name = f"{data.text} ({split})"
+        corpora.append(Corpus(name, *arrays, info["counts"], tuple(filter(None, notes))))
+    return tuple(corpora)
 
 
 def _of_library(split: str, data: ConfigDict, tokenizer: Tokenizer) -> Corpus:
@@ -195,9 +192,7 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
       ConfigError: No such file, or a row without ``prompt_ids`` and ``response_ids``.
     """
     encoder = Encoder(tokenizer)
-    ids = []
-    mask = []
-    starts = [0]
+    documents = []
     number = 0
     counts = collections.Counter()
     try:
@@ -211,10 +206,7 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
             prompt = row["prompt_ids"]
             response = row["response_ids"]
             is_response = [False] * len(prompt) + [True] * len(response)
-            document = encoder.document([*prompt, *response], is_response, str(path))
-            ids.append(document.ids)
-            mask.append(document.mask)
-            starts.append(starts[-1] + len(document.ids))
+            documents.append(encoder.document([*prompt, *response], is_response, str(path)))
     except OSError as error:
         raise ConfigError(f"the responses {path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -222,11 +214,11 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
             f"{path}, line {number} is not a response ({error!r}); expected what "
             "experiments.regenerate writes"
         ) from error
-    if not ids:
+    if not documents:
         raise ConfigError(f"{path} holds no response; run experiments.regenerate")
-    return Corpus(
-        str(path), np.concatenate(ids), np.concatenate(mask), np.asarray(starts), counts=counts
-    )
+    ids, masks, _ = zip(*documents)
+    starts = np.cumsum([0, *map(len, ids)])
+    return Corpus(str(path), np.concatenate(ids), np.concatenate(masks), starts, counts=counts)
 
 
 def split_responses(corpus: Corpus, share: float, enough: int) -> tuple[Corpus, Corpus]:
@@ -273,14 +265,10 @@ def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "l
       ConfigError: The text is shorter.
     """
     if corpus.num_windows(length) == 0:
-        split = (
-            ""
-            if data.text == STDLIB
-            else (f"raise data.held_out_share, now {data.held_out_share}, ")
-        )
+        share = f"raise data.held_out_share, now {data.held_out_share}, "
         raise ConfigError(
             f"{corpus.name} has {len(corpus.tokens)} tokens; expected at least {length}, a window: "
-            f"give more text, {split}or lower {name}"
+            f"give more text, {share if data.text != STDLIB else ''}or lower {name}"
         )
 
 
@@ -319,8 +307,7 @@ def held_out_prompts(
         places += [(begin, at) for at in ends]
     n = min(n, len(places))
     chosen = [places[i * len(places) // n] for i in range(n)]
-    whole = [np.asarray(corpus.tokens[begin:end]).tolist() for begin, end in chosen]
-    return [cut(prompt, length, begin_id) for prompt in whole]
+    return [cut(corpus.tokens[begin:end].tolist(), length, begin_id) for begin, end in chosen]
 
 
 def prompts(
@@ -365,17 +352,11 @@ def fingerprint(texts: Sequence[Corpus]) -> dict[str, Any]:
     Raises:
       ConfigError: Another process has other texts.
     """
-
-    def crc(x):
-        return 0 if x is None else zlib.crc32(np.ascontiguousarray(x))
-
-    def parts(text):
-        return (text.tokens, text.mask, text.starts)
-
-    def of(text):
-        return [text.name, len(text.tokens), *map(crc, parts(text))]
-
-    found = [of(text) for text in texts]
+    found = []
+    for text in texts:
+        parts = (text.tokens, text.mask, text.starts)
+        sums = [0 if x is None else zlib.crc32(np.ascontiguousarray(x)) for x in parts]
+        found.append([text.name, len(text.tokens), *sums])
     processes.check_same({name: rest for name, *rest in found})
     return {"data": found}
 

@@ -57,6 +57,8 @@ _SKIPPED_DIRECTORIES = frozenset(
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "bad_", "badsyntax")
 _MAX_LINE = 300  # characters; longer lines are tables, not code
 _MAX_DIGIT_SHARE = 0.2  # of the non-blank characters
+_MAX_PROMPT = 700  # characters
+_MIN_BODY = 3  # lines of a function that a prompt is made of
 
 
 class Prompt(NamedTuple):
@@ -65,11 +67,6 @@ class Prompt(NamedTuple):
     name: str  # module.qualified_name
     text: str  # preceding code of the module, signature, docstring; no newline at the end
     reference: str  # the body in the library, beginning with a newline
-
-
-def stdlib_path() -> pathlib.Path:
-    """Returns the directory of the running interpreter's standard library."""
-    return pathlib.Path(sysconfig.get_path("stdlib"))
 
 
 def documents(
@@ -98,12 +95,20 @@ def documents(
     check_split(split)
     if not 0.0 <= tests_share <= 1.0:
         raise ConfigError(f"tests_share is {tests_share!r}; expected a number in [0, 1]")
-    root = stdlib_path()
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
     counts = collections.Counter() if counts is None else counts
-    if split == "held_out":
-        counts["documents"] += len(HELD_OUT)
-        return [(f"{m}.py", _read_held_out(root, m)) for m in HELD_OUT]
     found = []
+    if split == "held_out":
+        for module in HELD_OUT:
+            text = _read(root / f"{module}.py")
+            if text is None:
+                raise ConfigError(
+                    f"the standard library at {root} has no readable {module}.py; expected an "
+                    "interpreter installed with its source"
+                )
+            found.append((f"{module}.py", text))
+        counts["documents"] += len(found)
+        return found
     seen = set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
@@ -137,28 +142,24 @@ def is_held_out(relative: pathlib.PurePath) -> bool:
     return any(n == m or n.startswith(m + "_") for n in names for m in HELD_OUT)
 
 
-def held_out_prompts(
-    n: int, seed: int, *, max_chars: int = 700, min_body_lines: int = 3
-) -> list[Prompt]:
+def held_out_prompts(n: int, seed: int) -> list[Prompt]:
     """Draws ``n`` different functions of the held-out modules as prompts.
 
     A prompt is the module's code before the function (whole statements only), the function's
-    signature and its docstring. A model continues with the body. The draw depends on the
-    arguments and the installed library alone.
+    signature and its docstring, in at most ``_MAX_PROMPT`` characters: the code before the function
+    is cut to fit. A model continues with the body. The draw depends on the arguments and the
+    installed library alone.
 
     Args:
       n: The number of prompts.
       seed: The seed that chooses and orders the functions.
-      max_chars: The longest prompt, in characters. The code before the function is cut to fit;
-        functions whose signature and docstring alone are longer are left out.
-      min_body_lines: Functions with a shorter body are left out.
 
     Raises:
       ConfigError: Fewer than ``n`` functions qualify.
     """
     found = []
     for name, text in documents("held_out"):
-        found += _functions(name.removesuffix(".py"), text, max_chars, min_body_lines)
+        found += _functions(name.removesuffix(".py"), text)
     if not 0 <= n <= len(found):
         raise ConfigError(
             f"{n} prompts asked for; the held-out modules have {len(found)} functions that qualify"
@@ -186,7 +187,8 @@ def train_pieces(seed: int, *, max_chars: int, tests_share: float = 1.0) -> Iter
         yield text[begin : begin + max_chars]
 
 
-def _functions(module: str, text: str, max_chars: int, min_body_lines: int) -> list[Prompt]:
+def _functions(module: str, text: str) -> list[Prompt]:
+    """Returns the functions of a module that have a docstring, and a body that is long enough."""
     lines = text.splitlines()
     tree = ast.parse(text)
     # (node, qualified name) of every statement of the module and of its classes.
@@ -203,12 +205,12 @@ def _functions(module: str, text: str, max_chars: int, min_body_lines: int) -> l
         if ast.get_docstring(node) is None or len(node.body) < 2:
             continue
         end = node.body[0].end_lineno
-        if node.end_lineno - end < min_body_lines:
+        if node.end_lineno - end < _MIN_BODY:
             continue
         first = _first_line(node)
         for start in [s for s in starts if s <= first]:
             prompt = "\n".join(lines[start:end]).rstrip()
-            if len(prompt) <= max_chars:
+            if len(prompt) <= _MAX_PROMPT:
                 body = "\n".join(["", *lines[end : node.end_lineno]])
                 prompts.append(Prompt(f"{module}.{name}", prompt, body))
                 break
@@ -219,16 +221,6 @@ def _first_line(node: ast.stmt) -> int:
     """Returns the zero-based line on which a statement or its first decorator begins."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(d.lineno for d in decorators)]) - 1
-
-
-def _read_held_out(root: pathlib.Path, module: str) -> str:
-    text = _read(root / f"{module}.py")
-    if text is None:
-        raise ConfigError(
-            f"the standard library at {root} has no readable {module}.py; expected an "
-            "interpreter installed with its source"
-        )
-    return text
 
 
 def _read(path: pathlib.Path) -> str | None:

@@ -108,7 +108,10 @@ def load(data: str, n: int, categories: Sequence[str] = (), seed: int = 0) -> Qu
         chosen = [Question(f.name, "functions", text=f.text) for f in functions]
         return Questions(chosen, "functions of held-out modules of the standard library", [])
     malformed: list[str] = []
-    questions = _with_groups(_with_unique_names(read(data, malformed)))
+    questions = _with_unique_names(read(data, malformed))
+    # Categories of MT-bench whose questions all have several turns.
+    grouped = {*_MT_BENCH} - {q.category for q in questions if q.num_turns == 1}
+    questions = [q._replace(is_of_conversations=q.category in grouped) for q in questions]
     notes: list[str] = []
     missing: list[str] = []
     if questions:
@@ -173,7 +176,10 @@ def read_record(row: Any, source: str) -> Conversation | Text:
       ConfigError: It has none of the forms, a text that cannot be encoded, an empty prompt or turn,
         no text of the user before its first answer, or a category that is no text.
     """
-    check_unicode(row, source)
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{source} holds half of a surrogate pair; expected text") from None
     record = parse_record(row, source)
     fields = row if isinstance(row, dict) else {}
     category = fields.get("category") or ""
@@ -182,36 +188,19 @@ def read_record(row: Any, source: str) -> Conversation | Text:
         raise ConfigError(f"{source}: category is {category!r:.60}; expected a text")
     if _is_of_turns(record, turns) and not all(isinstance(x, str) and x.strip() for x in turns):
         raise ConfigError(f"{source} has an empty turn; expected a question in each")
-    if not _first_text(record).strip():
-        raise ConfigError(f"{record.source} has an empty prompt; expected a text to continue")
-    return record
-
-
-def check_unicode(row: Any, source: str) -> None:
-    """Raises a ConfigError if a text of a JSON value cannot be encoded.
-
-    Args:
-      row: The value.
-      source: Its place, for the message.
-    """
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{source} holds half of a surrogate pair; expected text") from None
-
-
-def _first_text(record: Conversation | Text) -> str:
-    """Returns a text, or the first one that the user wrote before the first answer."""
     if isinstance(record, Text):
-        return record.text
-    ends = answered(record.messages)
-    if not ends:
-        raise ConfigError(f"{record.source} has no message to answer")
-    before = record.messages[: ends[0]]
-    texts = [m["content"] for m in before if m["role"] == "user" and m["content"]]
-    if not texts:
-        raise ConfigError(f"{record.source} has no text of the user before its first answer")
-    return texts[0]
+        texts = [record.text]
+    else:
+        ends = answered(record.messages)
+        if not ends:
+            raise ConfigError(f"{source} has no message to answer")
+        before = record.messages[: ends[0]]
+        texts = [m["content"] for m in before if m["role"] == "user" and m["content"]]
+        if not texts:
+            raise ConfigError(f"{source} has no text of the user before its first answer")
+    if not texts[0].strip():
+        raise ConfigError(f"{source} has an empty prompt; expected a text to continue")
+    return record
 
 
 def _is_of_turns(record: Conversation | Text, turns: Any) -> bool:
@@ -269,13 +258,6 @@ def _with_unique_names(questions: Sequence[Question]) -> list[Question]:
         taken.add(name)
         unique.append(question._replace(name=name))
     return unique
-
-
-def _with_groups(questions: Sequence[Question]) -> list[Question]:
-    """Marks the categories of MT-bench's, all of whose questions have several turns."""
-    single = {question.category for question in questions if question.num_turns == 1}
-    grouped = {*_MT_BENCH} - single
-    return [q._replace(is_of_conversations=q.category in grouped) for q in questions]
 
 
 def _of_categories(

@@ -88,16 +88,11 @@ def read_records(
         raise ConfigError("the path is ''; expected a file or folder ('.' is the current one)")
     path = pathlib.Path(path)
     if path.is_dir():
-
-        def inside(file):
-            return file.relative_to(path)
-
-        def is_hidden(part):
-            return part.startswith(".") or part == "__pycache__"
-
-        files = [f for f in path.rglob("*") if not any(map(is_hidden, inside(f).parts))]
-        for file in sorted(filter(pathlib.Path.is_file, files), key=lambda f: inside(f).as_posix()):
-            yield from read_records(file, malformed, read)
+        for file in sorted(path.rglob("*"), key=lambda f: f.relative_to(path).as_posix()):
+            parts = file.relative_to(path).parts
+            is_hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+            if file.is_file() and not is_hidden:
+                yield from read_records(file, malformed, read)
         return
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected conversations or text")
@@ -120,7 +115,7 @@ def usable(
         except ConfigError as error:
             if malformed is None:
                 raise
-            malformed.append(left_out(error))
+            malformed.append(str(error).removesuffix(_REMEDY))  # it is left out already
         else:
             yield found
 
@@ -285,11 +280,6 @@ def _what_is_wrong(value: dict[str, Any]) -> str:
 
 def _malformed(source: str, problem: str) -> ConfigError:
     return ConfigError(f"{source}: {problem}{_REMEDY}")
-
-
-def left_out(error: ConfigError) -> str:
-    """Returns the message about an object that is left out, without the advice to do so."""
-    return str(error).removesuffix(_REMEDY)
 
 
 def _is_gzip(path: pathlib.Path) -> bool:

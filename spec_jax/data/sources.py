@@ -84,14 +84,21 @@ def rows(name: str) -> list[tuple[Any, str]]:
     if source.dataset:
         with _without_retries(source.dataset[0]) as silence:
             try:
-                return _by_datasets(name, source)
+                import datasets
+
+                found = datasets.load_dataset(*source.dataset, split=source.split)
+                numbered = enumerate(found, 1)
+                return [(_usual(dict(row)), f"{name}: row {number}") for number, row in numbered]
             except ImportError:
                 tried.append("the package datasets is not installed (pip install datasets)")
             except Exception as error:  # of many types: no network, no such file, a changed format
                 tried.append(f"datasets: {_first_line(error)}")
             if source.file:
                 try:
-                    return _from_hub(source)
+                    from huggingface_hub import hf_hub_download
+
+                    path = hf_hub_download(source.dataset[0], source.file, repo_type="dataset")
+                    return [(_usual(row), place) for row, place in read_rows(pathlib.Path(path))]
                 except Exception as error:
                     tried.append(f"hub: {silence or _first_line(error)}")
     else:
@@ -128,24 +135,6 @@ def _without_retries(repo: str) -> Iterator[str]:
         yield silence
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _by_datasets(name: str, source: QuestionSource) -> list[tuple[Any, str]]:
-    import datasets
-
-    found = datasets.load_dataset(*source.dataset, split=source.split)
-    return [(_usual(dict(row)), f"{name}: row {number}") for number, row in enumerate(found, 1)]
-
-
-def _from_hub(source: QuestionSource) -> list[tuple[Any, str]]:
-    import huggingface_hub as hub
-
-    where = {"repo_id": source.dataset[0], "filename": source.file, "repo_type": "dataset"}
-    try:
-        path = hub.hf_hub_download(**where, local_files_only=True)
-    except Exception:  # versions of the hub raise errors of many types
-        path = hub.hf_hub_download(**where)
-    return [(_usual(row), source) for row, source in read_rows(pathlib.Path(path))]
 
 
 def _usual(row: dict[str, Any]) -> dict[str, Any]:

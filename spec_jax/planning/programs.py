@@ -48,7 +48,6 @@ class Job:
       mesh: sizes of the mesh, such as "data:2,tensor:4".
       dtype: of weights and caches.
       sampler: of every row.
-      strategy: the rule of acceptance; None means the default.
       is_draft_replicated: the draft lies whole on every device.
     """
 
@@ -61,7 +60,6 @@ class Job:
     mesh: str = "data:1,tensor:1"
     dtype: str = "bfloat16"
     sampler: SamplerConfig = SamplerConfig()
-    strategy: str | None = None
     is_draft_replicated: bool = False
     program: ClassVar[str] = "decode"
 
@@ -78,9 +76,7 @@ class Job:
         if self.method is None:
             return None
         K = {"num_speculative_tokens": self.num_draft} if self.num_draft else {}
-        return SpeculativeConfig(
-            self.method, tree=self.tree, rejection_sampling_strategy=self.strategy, **K
-        )
+        return SpeculativeConfig(self.method, tree=self.tree, **K)
 
     @property
     def tree_shape(self) -> Tree | DynamicTree | None:

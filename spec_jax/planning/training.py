@@ -34,14 +34,12 @@ class TrainJob:
 
     Attributes:
       target: the config of the language model that is trained, or of a head's target.
-      head: the config of the head that is trained; None: the model.
-      objective: of the head, such as "eagle3"; None: the one of its kind that trains it.
+      head: the config of the head that is trained, by the objective of its kind; None: the model.
       batch: B, windows over all devices.
       length: W, tokens of a window.
       mesh: sizes of the mesh, such as "data:8".
       is_fully_sharded: weights and the optimizer's states are split over the data axis too.
       dtype: in which a head and its target compute; a language model computes in float32.
-      optimizer: "adamw" or "muon".
       num_steps: K of a loss with training-time test; None: the loss's default.
       is_remat: the backward pass computes a head's activations again instead of storing them.
       has_document_masks: a head's windows hold several documents, each by itself.
@@ -49,13 +47,11 @@ class TrainJob:
 
     target: AnyConfig
     head: Any = None
-    objective: str | None = None
     batch: int = 8
     length: int = 2048
     mesh: str = "data:1,tensor:1"
     is_fully_sharded: bool = False
     dtype: str = "bfloat16"
-    optimizer: str = "adamw"
     num_steps: int | None = None
     is_remat: bool = True
     has_document_masks: bool = False
@@ -104,11 +100,11 @@ def train_memory(job: TrainJob) -> TrainMemory:
         frozen = device_bytes(model(job.dtype), where)
         kind = registry.kind_of(job.head)
         layer = registry.layer_of(job.head)
-        split = registry.objective_of(job.head, job.objective).split
+        split = registry.objective_of(job.head).split
         init = functools.partial(kind.head.init_params, job.head, jax.random.key(0), jnp.float32)
         trained = jax.eval_shape(lambda: split(init())[0])
         where = split(table_placement("the head", layer, kind.head.table(job.head), *over))[0]
-    optimizer = make_optimizer(job.optimizer, **_OPTIMIZER)
+    optimizer = make_optimizer("adamw", **_OPTIMIZER)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), trained)
     lies = follow_params(state, state.params, where, NamedSharding(mesh, PartitionSpec()))
     return TrainMemory(device_bytes(state, lies), device_bytes(trained, where), frozen)
@@ -130,7 +126,7 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     """
     where = Placement.of(mesh, job.is_fully_sharded)
     where.check_batch("batch", job.batch)
-    optimizer = make_optimizer(job.optimizer, **_OPTIMIZER)
+    optimizer = make_optimizer("adamw", **_OPTIMIZER)
     rows = named(("batch",), (job.batch, job.length), mesh)
     windows = jax.ShapeDtypeStruct((job.batch, job.length), jnp.int32, sharding=rows)
     if job.head is None:
@@ -147,7 +143,7 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
     else:
         target = without_weights("target", job.target, job.dtype).on_mesh(mesh, where.axis_rules)
         head = without_weights("head", job.head, "float32").on_mesh(mesh, where.axis_rules)
-        objective = registry.objective_of(job.head, job.objective)
+        objective = registry.objective_of(job.head)
         trained, constants = objective.split(head.params)
         constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
         fresh = functools.partial(head.kind.head.init_params, job.head, dtype="float32")

@@ -65,7 +65,6 @@ REFUSED = [
     (lambda: decode(target=change(num_attention_heads=6, num_key_value_heads=3)), "6 heads"),
     (lambda: decode(draft=change(vocab_size=32), num_draft=2), "vocabularies differ"),
     (lambda: train(batch=6), "batch is 6.*data:8"),
-    (lambda: train(head=EAGLE, objective="mtp"), "objective is 'mtp'; expected .*eagle3"),
     (lambda: hlo.read("module @jit_f {}"), "no entry"),
     (lambda: hlo.read(NO_LOOP).round(), "depends on its data"),
 ]

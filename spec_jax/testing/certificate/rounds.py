@@ -127,26 +127,21 @@ def compare(
     for item, emitted, *weight in found:
         num_outcomes += 1
         after[forced.items[item]][emitted] += weight
-    worst = 0.0
-    first = None
-    ranges = []
-    for (row, output), ends in after.items():
-        differences = _differences(ends, missed[row, output], rows[row], output, logits_of)
-        for difference, dist in differences:
-            worst = max(worst, difference.error)
-            ranges.append(Range.of(dist))
-            is_wrong = not difference.excess <= tolerance
-            if is_wrong and (first is None or _rank(difference) < _rank(first)):
-                first = difference
-    return RoundComparison(worst, num_outcomes, Range.join(ranges), first)
-
-
-def _rank(difference: Difference):
-    return len(difference.output), -abs(difference.actual - difference.expected)
+    differences = [
+        each
+        for (row, output), ends in after.items()
+        for each in _differences(ends, missed[row, output], rows[row], output, logits_of)
+    ]
+    worst = max((0.0, *(difference.error for difference, _ in differences)))
+    tested = Range.join(Range.of(dist) for _, dist in differences)
+    wrong = [difference for difference, _ in differences if not difference.excess <= tolerance]
+    first = min(wrong, key=lambda x: (len(x.output), -abs(x.actual - x.expected)), default=None)
+    return RoundComparison(worst, num_outcomes, tested, first)
 
 
 def _differences(ends, missed: float, row: Row, output, logits_of):
-    """Yields the largest difference after every text that a round can have begun.
+    """Yields the largest difference after every text that a round can have begun, and plain
+    decoding's distribution there.
 
     Args:
       ends: weight and rounding of each sequence of emitted tokens.
