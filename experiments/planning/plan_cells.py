@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -50,19 +49,12 @@ def tree_name(job: plan.Job) -> str:
 
 
 def describe(topology: Topology) -> Any:
-    """Returns the devices of a topology; what libtpu writes meanwhile is left out."""
-    with _quiet():
-        return topology.describe().devices
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps what libraries write to stderr, and shows it if they fail."""
+    """Returns the devices of a topology; what libtpu writes meanwhile is shown only if it fails."""
     with tempfile.TemporaryFile() as kept:
         stderr = os.dup(2)
         os.dup2(kept.fileno(), 2)
         try:
-            yield
+            return topology.describe().devices
         except BaseException:
             kept.seek(0)
             os.write(stderr, kept.read())

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from experiments.run.plots import panels, whole_numbers
 from spec_jax.show.tables import Section, Table
 
-OVERHEADS_MS = (0.3, 1.0)  # assumed for each pass, beside its floor
+# Columns of speed-ups: what is assumed for each pass in ms, beside its floor.
+_SPEEDUPS = {"speed-up": 0.0, "at 0.3 ms": 0.3, "at 1 ms": 1.0}
 _HEADER = (
     "topology",
     "mesh",
@@ -26,8 +27,7 @@ _HEADER = (
     "of floor",
     "floor ms",
     "tok/s",
-    "speed-up",
-    *(f"at {ms:g} ms" for ms in OVERHEADS_MS),
+    *_SPEEDUPS,
     "CPU s",
 )
 
@@ -127,45 +127,46 @@ def line(cell: dict) -> str:
 
 
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
+    """Returns what each column shows; "-" for what is not known."""
+
     def gb(x):
         return f"{x / 1e9:.2f}"
 
     compiled = cell["compiled"]
     analytic = cell["analytic"]
     fits = "yes" if _is_known(cell) else "perhaps"
-    fits = fits if cell["fits"] else f"lacks {gb(cell['shortfall'])}"
-    K = f"{cell['k']} ({cell['tree']})" if cell["tree"] else str(cell["k"])
-    row = [cell["topology"], cell["mesh"], str(cell["batch"]), str(cell["slots"]), K, fits]
-    counted = compiled and compiled["counted"]
-    needs = compiled["needs"] if compiled else None
-    if needs:
-        total = needs["total"]
-    elif analytic:
+    row = dict.fromkeys(_HEADER, "-") | {
+        "topology": cell["topology"],
+        "mesh": cell["mesh"],
+        "B": str(cell["batch"]),
+        "S": str(cell["slots"]),
+        "K": f"{cell['k']} ({cell['tree']})" if cell["tree"] else str(cell["k"]),
+        "fits": fits if cell["fits"] else f"lacks {gb(cell['shortfall'])}",
+    }
+    total = 0 if _is_known(cell) else sum(cell["state"].values())
+    if analytic:
         total = analytic["params"] + analytic["cache"]
-    else:
-        total = sum(cell["state"].values())
-    total = max(total, cell.get("prefill", {}).get("total", 0))
-    row += [gb(total), gb(analytic["cache"]) if analytic else "-"]
-    row.append(gb(needs["temporaries"]) if counted else "-")
-    if counted:
+        row["cache GB"] = gb(analytic["cache"])
+        row["collectives"] = str(analytic["collectives"])
+        row["HBM GB"] = gb(analytic["hbm_bytes"])
+        row["floor ms"] = f"{cell['floor_s'] * 1e3:.2f}"
+    if compiled:
+        total = compiled["needs"]["total"]
+        row["CPU s"] = f"{compiled['cpu_s']:.0f}"
+    if compiled and (counted := compiled["counted"]):
         kinds = counted["collectives"].values()
-        row += [
-            str(len(counted["copies"])),
-            str(sum(n for n, _ in kinds)),
-            f"{sum(size for _, size in kinds) / 1e6:.1f}",
-            gb(counted["hbm_bytes"]),
-            f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}" if analytic else "-",
-        ]
-    else:
-        known = (str(analytic["collectives"]), gb(analytic["hbm_bytes"])) if analytic else "--"
-        row += ["-", known[0], "-", known[1], "-"]
-    row.append(f"{cell['floor_s'] * 1e3:.2f}" if analytic else "-")
-    is_predicted = cell["tok_s"] is not None
-    gains = [speedup(cell, cells, ms) for ms in (0.0, *OVERHEADS_MS)]
-    speed = [f"{cell['tok_s']:,.0f}", *(f"{gain:.2f}" for gain in gains)] if is_predicted else None
-    row += speed or ["-"] * (1 + len(gains))
-    row.append(f"{compiled['cpu_s']:.0f}" if compiled else "-")
-    return row
+        row["temp GB"] = gb(compiled["needs"]["temporaries"])
+        row["copies"] = str(len(counted["copies"]))
+        row["collectives"] = str(sum(n for n, _ in kinds))
+        row["coll. MB"] = f"{sum(size for _, size in kinds) / 1e6:.1f}"
+        row["HBM GB"] = gb(counted["hbm_bytes"])
+        if analytic:
+            row["of floor"] = f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}"
+    row["GB"] = gb(max(total, cell.get("prefill", {}).get("total", 0)))
+    if cell["tok_s"] is not None:
+        row["tok/s"] = f"{cell['tok_s']:,.0f}"
+        row |= {name: f"{speedup(cell, cells, ms):.2f}" for name, ms in _SPEEDUPS.items()}
+    return [*row.values()]
 
 
 def sections(result: dict) -> list[Section]:

@@ -86,33 +86,39 @@ class NewHead(NamedTuple):
         return LoadedHead(self.name, self.config, {**params, **self.constants})
 
 
-def _check_options(config: ConfigDict, section: str, known: Mapping[str, Collection[str]]) -> None:
+def _check_options(
+    objective: str, section: str, given: Mapping[str, Any], known: Mapping[str, Collection[str]]
+) -> None:
     """Checks that no option of a section is set which only other objectives take.
 
     Args:
-      config: See ``configs/train_head_default.py``.
-      section: Its name in the config.
+      objective: The name of the one that trains.
+      section: A section of ``configs/train_head_default.py``.
+      given: The values of the section.
       known: The options of every objective by name.
 
     Raises:
       ConfigError: One is set.
     """
     usual = train_head_default.get_config()[section]
-    for name, value in config[section].items():
-        takers = [objective for objective, options in known.items() if name in options]
-        if takers and config.objective not in takers and value != usual[name]:
+    for name, value in given.items():
+        takers = [taker for taker, options in known.items() if name in options]
+        if takers and objective not in takers and value != usual[name]:
             raise ConfigError(
                 f"{section}.{name} is {value!r}; it is an option of {' and '.join(takers)}, not of "
-                f"{config.objective}: leave it {usual[name]!r}"
+                f"{objective}: leave it {usual[name]!r}"
             )
 
 
 def _load_given(
-    config: ConfigDict, target: LoadedModel, options: dict, size: int, placement: Placement
+    config: ConfigDict,
+    target: LoadedModel,
+    options: Mapping[str, Any],
+    size: int,
+    placement: Placement,
 ) -> LoadedHead:
     """Loads the head to continue from; each process reads what its own devices hold."""
     kind, training = registry.objectives()[config.objective]
-    sizes = {name: options.pop(name) for name in training.sizes if name in options}
     given = load_draft(
         config.head.init_from,
         target,
@@ -120,7 +126,7 @@ def _load_given(
         method=kind.name,
         mesh=placement.mesh,
         axis_rules=placement.axis_rules,
-        **options,
+        **{name: value for name, value in options.items() if name not in training.sizes},
     )
     if not training.trains(given.config):
         others = [name for name, way in kind.training.items() if way.trains(given.config)]
@@ -128,9 +134,9 @@ def _load_given(
             f"head.init_from is {given.name}, a head of {' or '.join(others)}; the objective is "
             f"{config.objective}"
         )
-    for name, asked in sizes.items():
-        if (found := getattr(given.config, name)) != asked:
-            raise ConfigError(f"head.{name} is {asked}; that of {given.name} is {found}")
+    for name in training.sizes:
+        if name in options and (found := getattr(given.config, name)) != options[name]:
+            raise ConfigError(f"head.{name} is {options[name]}; that of {given.name} is {found}")
     found = len(given.params["d2t"]) if "d2t" in given.params else target.config.vocab_size
     if size not in (0, found):
         raise ConfigError(f"head.draft_vocab_size is {size}; {given.name} drafts {found} ids")
@@ -162,11 +168,14 @@ def make_head(
     kind, training = registry.objectives()[config.objective]
     objective = training.objective()
     ways = {name: way for name, (_, way) in registry.objectives().items()}
-    if config.head.draft_vocab_size == target.config.vocab_size:
-        config.head.draft_vocab_size = 0
-    _check_options(config, "head", {name: way.options for name, way in ways.items()})
-    _check_options(config, "loss", {name: way.objective().options for name, way in ways.items()})
-    options = {name: config.head[name] for name in training.options if config.head[name]}
+    asked = {**config.head}
+    if asked["draft_vocab_size"] == target.config.vocab_size:
+        asked["draft_vocab_size"] = 0
+    takes = {name: way.options for name, way in ways.items()}
+    _check_options(config.objective, "head", asked, takes)
+    takes = {name: way.objective().options for name, way in ways.items()}
+    _check_options(config.objective, "loss", config.loss, takes)
+    options = {name: asked[name] for name in training.options if asked[name]}
     size = options.pop("draft_vocab_size", 0)
     given = None
     constants = {}

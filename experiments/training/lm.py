@@ -33,7 +33,7 @@ from spec_jax.meshes import mesh_of
 from spec_jax.models import checkpoint, transformer
 from spec_jax.models.checks import is_integer
 from spec_jax.models.config import text_part
-from spec_jax.models.families import AnyConfig, family_of_type
+from spec_jax.models.families import family_of_type
 from spec_jax.models.files import read_json
 from spec_jax.models.params import num_params, placement
 from spec_jax.models.tokenizer import Tokenizer
@@ -93,19 +93,6 @@ def stated_model(config: ConfigDict) -> dict[str, Any]:
     hf = dict(text_part(read_json(pathlib.Path(config.model_json))))
     family_of_type(hf.get("model_type"))
     return hf
-
-
-def model_config(config: ConfigDict, vocab_size: int, end: int) -> AnyConfig:
-    """Returns the shape of the model that is trained.
-
-    Args:
-      config: See ``configs/train_zoo_target.py``.
-      vocab_size: V.
-      end: The token between texts, at which the model begins and stops.
-    """
-    hf = stated_model(config) | {"bos_token_id": end, "eos_token_id": end}
-    family = family_of_type(hf["model_type"])
-    return family.config.from_hf({**hf, "vocab_size": vocab_size})
 
 
 def check_resume(saved: dict, config: dict, step: int) -> None:
@@ -253,8 +240,10 @@ class LmExperiment:
                 )
         self.tokenizer, self.text, self.held_out = load_text(config, self.teacher, workdir / "data")
         texts.check_held_out(self.held_out, config.eval_length + 1, config.data, "eval_length")
-        end = tokens.separator_id(self.tokenizer)
-        self.model_config = model_config(config, self.tokenizer.vocab_size, end)
+        end = tokens.separator_id(self.tokenizer)  # at which the model begins and stops
+        hf = stated_model(config) | {"bos_token_id": end, "eos_token_id": end}
+        hf["vocab_size"] = self.tokenizer.vocab_size
+        self.model_config = family_of_type(hf["model_type"]).config.from_hf(hf)
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
         loss = functools.partial(objective.lm_loss, config=self.model_config)
         if self.teacher is not None:

@@ -17,13 +17,12 @@ from spec_jax import processes
 from spec_jax.data import packed, python_source, questions
 from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Encoder, check_variables, read_documents
-from spec_jax.data.records import Text, read_records
+from spec_jax.data.records import Text, read_records, read_rows
 from spec_jax.data.splits import SPLITS, HeldOut, unit_hash
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.prompts import check_effect, cut, fit, room_for_prompt
 from spec_jax.loading import LoadedModel
 from spec_jax.models import files
-from spec_jax.models.files import parse_json
 from spec_jax.models.tokenizer import Tokenizer
 
 STDLIB = "stdlib"
@@ -45,14 +44,15 @@ def validate(config: ConfigDict) -> None:
     """Raises ConfigError if a value of ``config.data`` is out of range."""
     data = config.data
     is_given = all(_paths(data)) or (data.text == "" and data.get("responses"))
+    has_limit = data.max_length == 0 or data.max_length >= 2
     sources = "'stdlib', or files and folders separated by commas, none of them empty"
-    for name, ok, expected in (
-        ("text", is_given, sources),
-        ("tests_share", 0 <= data.tests_share <= 1, "a number in [0, 1]"),
-        ("held_out_share", 0 < data.held_out_share < 1, "a number above 0 and below 1"),
-        ("max_length", data.max_length == 0 or data.max_length >= 2, "0 (no limit), or 2 or more"),
-    ):
-        cli.require(ok, config, f"data.{name}", expected)
+    cli.require_each(
+        config,
+        (is_given, "data.text", sources),
+        (0 <= data.tests_share <= 1, "data.tests_share", "a number in [0, 1]"),
+        (0 < data.held_out_share < 1, "data.held_out_share", "a number above 0 and below 1"),
+        (has_limit, "data.max_length", "0 (no limit), or 2 or more"),
+    )
 
 
 def sources(config: ConfigDict) -> str:
@@ -189,31 +189,26 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
       tokenizer: The target's tokenizer.
 
     Raises:
-      ConfigError: No such file, or a row without ``prompt_ids`` and ``response_ids``.
+      ConfigError: The file cannot be read, or a row has no ``prompt_ids`` and ``response_ids``.
     """
     encoder = Encoder(tokenizer)
     documents = []
-    number = 0
     counts = collections.Counter()
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            number += 1
-            row = parse_json(line)
+    for row, source in read_rows(path):
+        try:
             if row.get("finish_reason", "length") not in _WHOLE:
                 counts["faults"] += 1
                 continue
-            counts["documents"] += 1
             prompt = row["prompt_ids"]
             response = row["response_ids"]
             is_response = [False] * len(prompt) + [True] * len(response)
-            documents.append(encoder.document([*prompt, *response], is_response, str(path)))
-    except OSError as error:
-        raise ConfigError(f"the responses {path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(
-            f"{path}, line {number} is not a response ({error!r}); expected what "
-            "experiments.regenerate writes"
-        ) from error
+            documents.append(encoder.document([*prompt, *response], is_response, source))
+        except (AttributeError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise ConfigError(
+                f"{source} is not a response ({error!r}); expected what experiments.regenerate "
+                "writes"
+            ) from error
+        counts["documents"] += 1
     if not documents:
         raise ConfigError(f"{path} holds no response; run experiments.regenerate")
     ids, masks, _ = zip(*documents)

@@ -29,23 +29,21 @@ class TemplateProcess:
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
 
-    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a request and returns its answer, see ``template_program.answer_of``.
 
         Args:
           request: JSON values by name.
-          seconds: how long to wait; then the process is ended. None means ``MAX_SECONDS``.
 
         Raises:
-          ConfigError: there is no answer within that time or within the memory, or the process
-            cannot be started.
+          ConfigError: there is no answer within ``MAX_SECONDS``, when the process is ended, or
+            within the memory, or the process cannot be started.
         """
-        seconds = MAX_SECONDS if seconds is None else seconds
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
                 self._start()
-            answer = self._exchange({**request, "seconds": seconds}, seconds)
+            answer = self._exchange({**request, "seconds": MAX_SECONDS}, MAX_SECONDS)
             if "fault" in answer:
                 self.close()
                 raise ConfigError(

@@ -33,7 +33,7 @@ from spec_jax.testing.mocks import (
     toy_model,
     toy_params,
 )
-from spec_jax.testing.oracles import Row, chi_square, plain_distribution, reference_distribution
+from spec_jax.testing.oracles import Row, chi_square, reference_distribution
 
 __all__ = [
     "Audit",
@@ -57,7 +57,6 @@ __all__ = [
     "chi_square",
     "invariant_pair",
     "mock_model",
-    "plain_distribution",
     "ragged",
     "reference_distribution",
     "scripted_drafter",

@@ -346,20 +346,18 @@ def _check_rewind(run: _Run) -> None:
 def _check_snapshot(run: _Run) -> None:
     """Caches that are restored from a snapshot draft as when it was made."""
     at = len(run.states) // 2
+    earlier = run.states[at]
+    last = run.states[-1]
 
     def is_cache(node):
         return hasattr(node, "restore_from_snapshot")
 
-    def parts(state):
-        return (state.target, state.draft)
-
-    earlier, later = (parts(run.states[i]) for i in (at, -1))
-
     def back(ours, old):
         return ours.restore_from_snapshot(old.snapshot()) if is_cache(ours) else old
 
-    target, draft = jax.tree.map(back, later, earlier, is_leaf=is_cache)
-    restored = run.states[at].replace(target=target, draft=draft)
+    target = jax.tree.map(back, last.target, earlier.target, is_leaf=is_cache)
+    draft = jax.tree.map(back, last.draft, earlier.draft, is_leaf=is_cache)
+    restored = earlier.replace(target=target, draft=draft)
     run.check_equal("snapshot", restored, run.asked[at], "after a snapshot was restored")
 
 

@@ -19,6 +19,7 @@ from spec_jax.testing.certificate.forcing import AS_WRITTEN, Forced, in_chunks, 
 from spec_jax.testing.certificate.records import CertificateError, StatementError
 from spec_jax.testing.oracles import tail_of_sums
 
+_CHUNK = 4096  # outcomes that are computed at once
 _DRAWS = 200_000  # of last tokens, of a rule that is no Gumbel-max draw
 _MARGIN = 1e-6  # of a coin, and of its logarithm: 16 roundings of float32
 _CLEARLY = 1e-3  # apart: two probabilities whose order no rounding changes
@@ -67,14 +68,13 @@ def one_by_one(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.vmap(one)
 
 
-def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096) -> RoundOutcomes:
+def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6) -> RoundOutcomes:
     """Returns every outcome of rounds with given drafts.
 
     Args:
       rule: whose coins and last token are forced.
       forced: the drafts.
       alpha: smallest p-value that passes, of a rule whose last token is no Gumbel-max draw.
-      chunk: outcomes computed at once.
 
     Raises:
       StatementError: the rule does not do what it states.
@@ -82,10 +82,7 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
     """
     size, K = forced.proposal.tokens.shape
     V = forced.logits.shape[2]
-
-    def run(index, noise):
-        return _accept_all(rule, forced, index, noise, chunk)
-
+    run = functools.partial(_accept_all, rule, forced)
     noise = Noise(np.zeros((size, K), np.float32), np.zeros((size, 1, V), np.float32))
     verdict, of_draft, _ = run(np.arange(size), noise)
     stated = np.asarray(verdict.accept_probs, np.float64)
@@ -126,11 +123,10 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6, chunk: int = 4096)
             )
     weights = forced.weights[index] * falls.weight * dist
     rounding = forced.weights[index] * falls.rounding * dist
-
-    def emitted(i):
-        return (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
-
-    ends = [RoundOutcome(int(index[i]), emitted(i), weights[i], rounding[i]) for i in possible]
+    ends = []
+    for i in possible:
+        emitted = (*verdict.tokens[i, : n[i]].tolist(), int(token[i]))
+        ends.append(RoundOutcome(int(index[i]), emitted, weights[i], rounding[i]))
     return RoundOutcomes(ends, may_miss, p_value)
 
 
@@ -237,16 +233,13 @@ def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
     return (of_draft > (1 + _CLEARLY) * q) & (of_draft < 1 - _CLEARLY)
 
 
-def sample_verdicts(
-    rule: Rule, forced: Forced, trials: int, chunk: int = 4096
-) -> Iterator[RoundOutcome]:
+def sample_verdicts(rule: Rule, forced: Forced, trials: int) -> Iterator[RoundOutcome]:
     """Yields rounds with ordinary noise, weighted by their frequency.
 
     Args:
       rule: what accepts.
       forced: the drafts, which are drawn by their weights.
       trials: draws for each (row, output).
-      chunk: draws made at once.
     """
     free = np.random.default_rng(3)
     K = forced.proposal.tokens.shape[1]
@@ -261,19 +254,19 @@ def sample_verdicts(
             free.random((trials, K), np.float32),
             free.gumbel(size=(trials, 1, V)).astype(np.float32),
         )
-        verdict, _, _ = _accept_all(rule, forced, index, noise, chunk)
+        verdict, _, _ = _accept_all(rule, forced, index, noise)
         for i, n, tokens in zip(index, verdict.n_accept, verdict.tokens):
             yield RoundOutcome(int(i), tuple(tokens[: n + 1].tolist()), 1 / trials, 0.0)
 
 
-def _accept_all(rule: Rule, forced: Forced, index: np.ndarray, noise: Noise, chunk: int):
+def _accept_all(rule: Rule, forced: Forced, index: np.ndarray, noise: Noise):
     """What ``_accept`` returns of the rounds at ``index``, each with noise of its own."""
 
     def run(index, noise):
         rounds = (forced.logits, forced.contexts, forced.proposal)
         return _accept(rule, *jax.tree.map(lambda x: x[index], rounds), noise)
 
-    return in_chunks(run, chunk, index, noise)
+    return in_chunks(run, _CHUNK, index, noise)
 
 
 @functools.partial(bounded_jit, static_argnames="rule", compiler_options=AS_WRITTEN)
