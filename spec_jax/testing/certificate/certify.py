@@ -21,6 +21,7 @@ from spec_jax.testing.certificate.forcing import DraftDistribution, Drafting, Fo
 from spec_jax.testing.certificate.loop import Loop, joint
 from spec_jax.testing.certificate.memory import certify_memory
 from spec_jax.testing.certificate.records import (
+    TOLERANCE,
     Certificate,
     CertificateError,
     Check,
@@ -72,8 +73,6 @@ def certify(
     params: Any = None,
     draft_distribution: DraftDistribution | None = None,
     trials: int = 4_000,
-    alpha: float = 1e-6,
-    tolerance: float = 1e-6,
     seed: int = 0,
     has_memory: bool = False,
     processors: Sequence[Processor] = (),
@@ -110,9 +109,6 @@ def certify(
         should have, computed another way. Without it the drafter's own report is compared with its
         draws.
       trials: sequences that the loop decodes for each setting.
-      alpha: smallest p-value that passes.
-      tolerance: on the largest difference of a joint probability; for small ones in proportion to
-        what float32 may lose of them, see ``rounds.compare``.
       seed: of the toy parameters.
       processors: of logits, for target and draft in all settings, see ``SamplerConfig.processors``.
       has_memory: the drafter's state depends on more than the text, such as on what was accepted
@@ -133,8 +129,6 @@ def certify(
         params,
         draft_distribution,
         trials,
-        alpha,
-        tolerance,
         seed,
         has_memory,
         tuple(processors),
@@ -160,8 +154,6 @@ class _Run:
     params: Any = None
     stated: DraftDistribution | None = None
     trials: int = 1
-    alpha: float = 1e-6
-    tolerance: float = 1e-6
     seed: int = 0
     has_memory: bool = False
     processors: tuple[Processor, ...] = ()
@@ -268,14 +260,7 @@ class _Run:
             raise
         self.num_drafts.add(K)
         is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
-        check = functools.partial(
-            check_round,
-            system,
-            rows=self.rows,
-            logits_of=subject.logits_of,
-            tolerance=self.tolerance,
-            alpha=self.alpha,
-        )
+        check = functools.partial(check_round, system, rows=self.rows, logits_of=subject.logits_of)
         proposal = forced.proposal
         if num_draft == _WITH_CONFIDENCE and proposal.parents is None and system.drafter.is_sampled:
             forced = forced if proposal.confidence is not None else with_confidence(forced)
@@ -314,9 +299,8 @@ class _Run:
             memory = History(_REMEMBERED)
             drafter = suffix(NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
             subject = dataclasses.replace(subject, drafter=drafter)
-        p_value, count = certify_memory(
-            subject.system(self.rule, 2), subject.params, memory, toy_logits, alpha=self.alpha
-        )
+        system = subject.system(self.rule, 2)
+        p_value, count = certify_memory(system, subject.params, memory, toy_logits)
         what = f"calls with the same seeds, from whose outputs {subject.drafter.name} had learned"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
@@ -326,7 +310,7 @@ class _Run:
         flat /= np.maximum(flat.sum(axis=2, keepdims=True), 1e-9)
         wrong = forced._replace(proposal=forced.proposal.replace(probs=flat))
         comparison = check(wrong, tolerance=np.inf)
-        unread = "" if comparison.error > self.tolerance else ", which this rule does not read"
+        unread = "" if comparison.error > TOLERANCE else ", which this rule does not read"
         what = f"a report of q at another temperature than drawn{unread}"
         self._add(what, "control", error=comparison.error, trials=comparison.num_outcomes)
 
@@ -335,7 +319,7 @@ class _Run:
         system = self.main.system(self.rule, MAX_DRAFT)
         drafting = Drafting(system, self.main.params, self.rows)
         starts = prefixes(self.main, len(self.rows), 0)
-        p_value, count = check_draws(drafting, starts, _DRAWS, self.alpha)
+        p_value, count = check_draws(drafting, starts, _DRAWS)
         what = f"draws of {self.main.drafter.name} against what it reports"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
@@ -352,7 +336,7 @@ class _Run:
         moved = self._check_places(loop, subject, of, output)
         self._test_tokens(loop, subject, of, [output, moved], drafts)
         some = output[: len(self.rows) * _FOLLOWED]
-        p_value, p = loop.test_means(some, of, subject.logits_of, self.alpha)
+        p_value, p = loop.test_means(some, of, subject.logits_of)
         self.p.append(p)
         what = f"all tokens after the first, with {drafts}"
         self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
@@ -398,7 +382,7 @@ class _Run:
             return
         row = self.rows[_TEXT_SETTING]
         kinds = loop.kinds(state, of)
-        p_value = check_texts(loop, output, kinds, row, subject.logits_of, self.alpha)
+        p_value = check_texts(loop, output, kinds, row, subject.logits_of)
         what = (
             f"each of {_TEXT} tokens, the first of each round by the round before, and those of "
             f"neighbouring seeds jointly, with {drafts}"
@@ -476,7 +460,7 @@ class _Run:
             np.add.at(counts, (of[: len(some)], *some[:, begin : begin + size].T), 1)
             done += len(some)
         dists = [joint(row, begin, size, subject.logits_of) for row in self.rows]
-        p_value = loop.test(counts, begin, dists, self.alpha)
+        p_value = loop.test(counts, begin, dists)
         which = f"{begin + 1} to {begin + size}" if size > 1 else f"{begin + 1}"
         what = f"tokens {which} of the compiled loop with {drafts}"
         self._add(what, "chi-square", p_value=p_value, trials=done)

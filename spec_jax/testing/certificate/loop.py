@@ -20,7 +20,7 @@ from spec_jax.engine.generation import find_forbidding, find_raised
 from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
 from spec_jax.testing.certificate.forcing import AS_WRITTEN, DRAFT_SEED
-from spec_jax.testing.certificate.records import CertificateError, Range, settings_of, where
+from spec_jax.testing.certificate.records import ALPHA, CertificateError, Range, settings_of, where
 from spec_jax.testing.certificate.rounds import Difference
 from spec_jax.testing.certificate.subjects import system_of
 from spec_jax.testing.mocks import toy_model, toy_params
@@ -184,7 +184,7 @@ class Loop:
         )
 
     def test(
-        self, counts: np.ndarray, begin: int, dists: Sequence[np.ndarray], alpha: float
+        self, counts: np.ndarray, begin: int, dists: Sequence[np.ndarray], alpha: float = ALPHA
     ) -> float:
         """Returns the p-value of some tokens, corrected for the number of rows.
 
@@ -213,11 +213,7 @@ class Loop:
         return p_value
 
     def test_means(
-        self,
-        output: np.ndarray,
-        of: np.ndarray,
-        logits_of: Callable[[Sequence[int]], np.ndarray],
-        alpha: float,
+        self, output: np.ndarray, of: np.ndarray, logits_of: Callable[[Sequence[int]], np.ndarray]
     ) -> tuple[float, Range]:
         """Returns the p-value of the mean probability that plain decoding gives to the tokens.
 
@@ -228,8 +224,7 @@ class Loop:
         Args:
           output: i64[N,1+num_tokens], of the first N places.
           of: i64[B], the rows of all places.
-          logits_of: as for ``test``.
-          alpha: smallest p-value that passes.
+          logits_of: ``tokens -> f32[V]``, what the target says.
 
         Returns:
           The p-value, and the probabilities of plain decoding after all these texts.
@@ -260,7 +255,7 @@ class Loop:
         p_values = tail_of_sums(emitted - expected, variance)
         worst = int(p_values.argmin())
         p_value = min(1.0, float(p_values[worst]) * len(p_values))
-        if not p_value >= alpha:
+        if not p_value >= ALPHA:
             count = counts.sum() if worst == R else counts[worst]
             settings = "all settings" if worst == R else settings_of(self.rows[worst])
             raise CertificateError(
@@ -286,7 +281,10 @@ _generate = bounded_jit(
 
 
 def distributions(
-    output: np.ndarray, row: Row, logits_of: Callable[[Sequence[int]], np.ndarray]
+    output: np.ndarray,
+    row: Row,
+    logits_of: Callable[[Sequence[int]], np.ndarray],
+    num_read: int | None = None,
 ) -> np.ndarray:
     """Returns f64[N,T,V], plain decoding's distribution of every token of i64[N,1+T] but the first.
 
@@ -294,14 +292,19 @@ def distributions(
       output: texts of the row.
       row: prompt and sampler.
       logits_of: ``tokens -> f32[V]``, what the target says.
+      num_read: of how many last tokens target and sampler make it; None: of the whole text.
     """
+    size = output.shape[1] if num_read is None else num_read
 
     @functools.cache
     def after(text: tuple[int, ...]) -> np.ndarray:
         return reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
 
     return np.asarray(
-        [[after(tuple(text[:t])) for t in range(1, len(text))] for text in output.tolist()]
+        [
+            [after(tuple(text[max(t - size, 0) : t])) for t in range(1, len(text))]
+            for text in output.tolist()
+        ]
     )
 
 
@@ -334,15 +337,15 @@ def _first_difference(row: Row, seen: np.ndarray, dist: np.ndarray, begin: int, 
         p = dist.sum(axis=rest)
         off = np.abs(o - total * p) / np.sqrt(np.maximum(total * p, 1e-3))
         worst = np.unravel_index(off.argmax(), off.shape)
-        if off[worst] > 6 or depth == seen.ndim:
-            before = worst[:-1]
-            seen_before, p_before = (x.sum(axis=-1)[before] for x in (o, p))
-            actual = o[worst] / max(seen_before, 1)
-            expected = p[worst] / p_before if p_before > 0 else 0.0
-            output = (*["any"] * begin, *map(int, before))
-            text = Difference(row, output, int(worst[-1]), actual, expected, 0.0, 0.0)
-            return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
-    raise AssertionError
+        if off[worst] > 6:
+            break
+    before = worst[:-1]
+    seen_before, p_before = (x.sum(axis=-1)[before] for x in (o, p))
+    actual = o[worst] / max(seen_before, 1)
+    expected = p[worst] / p_before if p_before > 0 else 0.0
+    output = (*["any"] * begin, *map(int, before))
+    text = Difference(row, output, int(worst[-1]), actual, expected, 0.0, 0.0)
+    return f"{text.text(loop.system.num_draft)}, measured in {int(seen_before):,} draws"
 
 
 def certify_decoder(
@@ -355,7 +358,7 @@ def certify_decoder(
     row: Row = Row((0, 1), SamplerConfig(temperature=1.0), SamplerConfig(temperature=1.0)),
     trials: int = 200_000,
     batch: int = 20_000,
-    alpha: float = 1e-6,
+    alpha: float = ALPHA,
     params: dict[str, Any] | None = None,
     target: Model | None = None,
     logits_of: LogitsOf = toy_logits,

@@ -17,7 +17,7 @@ from spec_jax import decoding
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Memory
 from spec_jax.testing.certificate.loop import Loop, joint
-from spec_jax.testing.certificate.records import CertificateError
+from spec_jax.testing.certificate.records import ALPHA, CertificateError
 from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit
 
 _NUM_TOKENS = 3  # whose joint distribution is tested
@@ -52,7 +52,6 @@ def certify_memory(
     logits_of: LogitsOf,
     *,
     rows: int = 2048,
-    alpha: float = 1e-6,
 ) -> tuple[float, int]:
     """Tests three calls with the same prompts and seeds, between which the drafter learns.
 
@@ -65,7 +64,6 @@ def certify_memory(
       memory: what learns from outputs, copied for each row; None: the drafter does so by itself.
       logits_of: ``(params, tokens) -> f32[V]`` of the target.
       rows: how many prompts are decoded; each has a seed of its own.
-      alpha: smallest p-value that passes.
 
     Returns:
       The smallest p-value, and how many sequences were decoded.
@@ -98,7 +96,7 @@ def certify_memory(
         counts = np.zeros((V,) * _NUM_TOKENS, np.int64)
         np.add.at(counts, tuple(output[:, 1:].T), 1)
         p_value = min(p_value, goodness_of_fit(counts, expected))
-        if not p_value >= alpha:
+        if not p_value >= ALPHA:
             raise CertificateError(
                 f"{loop.name}: in call {call + 1} with the same prompts and seeds the tokens do "
                 f"not have the target's distribution (chi-square p-value {p_value:.1e} over "

@@ -12,6 +12,9 @@ from spec_jax.config import SamplerConfig
 from spec_jax.errors import SpecJaxError
 from spec_jax.testing.oracles import Row
 
+ALPHA = 1e-6  # smallest p-value that passes
+TOLERANCE = 1e-6  # of a joint probability, see ``rounds.compare``: 16 roundings of float32
+
 
 class Range(NamedTuple):
     """Probabilities of tokens, from the smallest to the largest, as float32 can hold them.

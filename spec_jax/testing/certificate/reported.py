@@ -19,7 +19,14 @@ from spec_jax.testing.certificate.forcing import (
     path_tokens,
     propose_afresh,
 )
-from spec_jax.testing.certificate.records import CertificateError, Range, probability, short, where
+from spec_jax.testing.certificate.records import (
+    ALPHA,
+    CertificateError,
+    Range,
+    probability,
+    short,
+    where,
+)
 from spec_jax.testing.oracles import TableFit, fit_table
 
 _SAME = 1e-4  # the largest distance of two reports of one distribution, see ``_off``
@@ -201,16 +208,13 @@ def _weight(prefix, draft, is_dropped, reports, parents):
     return tuple(draft), weight
 
 
-def check_draws(
-    drafting: Drafting, prefixes: Sequence[Item], trials: int, alpha: float
-) -> tuple[float, int]:
+def check_draws(drafting: Drafting, prefixes: Sequence[Item], trials: int) -> tuple[float, int]:
     """Tests by chi-square that the drafter draws from what it reports, with noise of its own.
 
     Args:
       drafting: what drafts.
       prefixes: (row, output) before the rounds.
       trials: seeds for each prefix, all drafted at once.
-      alpha: smallest p-value that passes.
 
     Returns:
       The p-value, corrected for the number of tests, and the number of rounds drafted.
@@ -235,7 +239,7 @@ def check_draws(
         return 1.0, num_rounds
     fit, drafts, row, output = min(tests, key=lambda test: test[0].p_value)
     p_value = min(1.0, fit.p_value * len(tests))
-    if not p_value >= alpha:
+    if not p_value >= ALPHA:
         raise CertificateError(
             f"drafter {system.drafter.name!r} draws token {fit.token} with probability "
             f"{probability(fit.seen / fit.size)} (of {fit.size:,} draws) and reports "

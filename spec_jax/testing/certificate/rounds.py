@@ -24,6 +24,7 @@ from spec_jax.contracts import Drafter, Model, Rule
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.testing.certificate.forcing import DraftDistribution, Drafting, Forced
 from spec_jax.testing.certificate.records import (
+    TOLERANCE,
     CertificateError,
     Range,
     StatementError,
@@ -115,7 +116,7 @@ def compare(
       forced: of which the items are.
       rows: prompts and samplers.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
-      tolerance: on the errors; 1e-6 is 16 roundings of float32.
+      tolerance: on the errors.
       may_miss: bool[N], see ``verdicts``; None: all errors are compared without regard to the size
         of the probability, as frequencies are.
     """
@@ -193,8 +194,7 @@ def check_round(
     forced: Forced,
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
-    tolerance: float,
-    alpha: float = 1e-6,
+    tolerance: float = TOLERANCE,
 ) -> RoundComparison:
     """Enumerates the outcomes of rounds and compares them with plain decoding.
 
@@ -204,7 +204,6 @@ def check_round(
       rows: prompts and samplers.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
       tolerance: on the errors, see ``compare``.
-      alpha: smallest p-value that passes, see ``verdicts``.
 
     Raises:
       CertificateError: a difference; the message says where.
@@ -212,7 +211,7 @@ def check_round(
     name = f"rule {system.rule.name!r}, drafter {system.drafter.name!r}"
     judge = functools.partial(compare, rows=rows, logits_of=logits_of)
     try:
-        found = verdicts(system.rule, forced, alpha)
+        found = verdicts(system.rule, forced)
     except StatementError as error:
         # What the verdict states cannot be summed over; what the rule does can be sampled.
         sizes = np.asarray([len(output) for _, output in forced.items])
@@ -245,7 +244,7 @@ def certify_rule(
     logits_of: LogitsOf = toy_logits,
     batch: int = 512,
     seed: int = 0,
-    tolerance: float = 1e-6,
+    tolerance: float = TOLERANCE,
 ) -> float:
     """Proves by enumeration that the rule, with what the drafter reports, is lossless.
 

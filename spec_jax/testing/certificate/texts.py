@@ -16,9 +16,9 @@ import numpy as np
 
 from spec_jax.decoding import Kind
 from spec_jax.testing.certificate.loop import Loop, distributions
-from spec_jax.testing.certificate.records import CertificateError, probability, settings_of
+from spec_jax.testing.certificate.records import ALPHA, CertificateError, probability, settings_of
 from spec_jax.testing.certificate.states import propose_next
-from spec_jax.testing.oracles import Row, fit_table, goodness_of_fit, reference_distribution
+from spec_jax.testing.oracles import Row, fit_table, goodness_of_fit
 
 _PER_CELL = 50  # draws that a cell of a table should have on average
 _NEAR = 0.5  # share of the draft's distribution in the target's
@@ -66,7 +66,6 @@ def check_texts(
     kinds: np.ndarray,
     row: Row,
     logits_of: Callable[[Sequence[int]], np.ndarray],
-    alpha: float,
 ) -> float:
     """Tests each token after the text and the rounds before it, and neighbouring seeds jointly.
 
@@ -76,7 +75,6 @@ def check_texts(
       kinds: i64[N,1+T], the ``Kind`` of each token.
       row: the prompt and the samplers of all of them, without penalties.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
-      alpha: smallest p-value that passes.
 
     Returns:
       The p-value, corrected for the number of tests.
@@ -86,30 +84,18 @@ def check_texts(
     """
     if row.target.processors:
         output, kinds = (x[:_WITH_PROCESSORS] for x in (output, kinds))
-    probs = _distributions(output, row, logits_of)
+    # A toy target reads two tokens; processors may read all.
+    probs = distributions(output, row, logits_of, None if row.target.processors else 2)
     tests = [*_places(output, probs), *_rounds(output, kinds, probs), *_neighbours(output, probs)]
     p_value, text = min(tests, key=lambda test: test[0], default=(1.0, ""))
     p_value = min(1.0, p_value * len(tests))
-    if not p_value >= alpha:
+    if not p_value >= ALPHA:
         raise CertificateError(
             f"{loop.name}: the decoded tokens do not have the target's distribution (chi-square "
             f"p-value {p_value:.1e}): {text}, after the prompt {row.prompt} "
             f"(K={loop.system.num_draft}, {settings_of(row)})"
         )
     return p_value
-
-
-def _distributions(output: np.ndarray, row: Row, logits_of) -> np.ndarray:
-    """As ``distributions``, of which each depends on the two tokens that a toy target reads."""
-    if row.target.processors:
-        return distributions(output, row, logits_of)
-    texts = np.concatenate([np.tile(row.prompt[-1:], (len(output), 1)), output], axis=1)
-    pairs = np.stack([texts[:, :-2], texts[:, 1:-1]], axis=2).reshape(-1, 2)
-    contexts, index = np.unique(pairs, axis=0, return_inverse=True)
-    dists = [
-        reference_distribution(logits_of(text), row.target, (), ()) for text in contexts.tolist()
-    ]
-    return np.asarray(dists)[index].reshape(len(output), output.shape[1] - 1, -1)
 
 
 def _places(output, probs) -> Iterator[tuple[float, str]]:

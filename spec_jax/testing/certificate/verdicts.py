@@ -16,7 +16,7 @@ from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Noise, Proposal, Rule, Verdict
 from spec_jax.testing.certificate.forcing import AS_WRITTEN, Forced, in_chunks, is_argmax
-from spec_jax.testing.certificate.records import CertificateError, StatementError
+from spec_jax.testing.certificate.records import ALPHA, CertificateError, StatementError
 from spec_jax.testing.oracles import tail_of_sums
 
 _CHUNK = 4096  # outcomes that are computed at once
@@ -68,13 +68,12 @@ def one_by_one(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.vmap(one)
 
 
-def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6) -> RoundOutcomes:
+def verdicts(rule: Rule, forced: Forced) -> RoundOutcomes:
     """Returns every outcome of rounds with given drafts.
 
     Args:
       rule: whose coins and last token are forced.
       forced: the drafts.
-      alpha: smallest p-value that passes, of a rule whose last token is no Gumbel-max draw.
 
     Raises:
       StatementError: the rule does not do what it states.
@@ -117,7 +116,7 @@ def verdicts(rule: Rule, forced: Forced, alpha: float = 1e-6) -> RoundOutcomes:
         gumbel = random.gumbel(size=(len(some), 1, V)).astype(np.float32)
         draws, _, _ = run(index[some], Noise(falls.far[some], gumbel))
         p_value = _test_last([forced.items[i] for i in index[some]], draws)
-        if not p_value >= alpha:
+        if not p_value >= ALPHA:
             raise StatementError(
                 f"rule {rule.name!r} does not draw from its replacement distribution"
             )
