@@ -139,7 +139,7 @@ def make_cell(topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigD
         "compiled": None,
     }
     if job.program == "train":
-        return cell | {"state": dataclasses.asdict(plan.train_memory(job))}
+        return cell | {"state": plan.train_memory(job)}
     if is_decoding:
         draft = job.draft if has_draft else None
         of_round = roofline.round_work(
@@ -147,13 +147,10 @@ def make_cell(topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigD
         )
         static = roofline.memory(job.target, draft, job.setting)
         cell["analytic"] = {
-            "hbm_bytes": of_round.work.hbm_bytes,
-            "flops": of_round.work.flops,
-            "collectives": of_round.work.collectives,
+            **dataclasses.asdict(of_round.work),
+            **dataclasses.asdict(static),
             "floor_s": of_round.floor_s(chip),
             "passes": of_round.num_passes,
-            "params": static.params,
-            "cache": static.cache,
             "shortfall": static.shortfall(chip),
         }
     return cell
@@ -200,9 +197,7 @@ def in_queue(topology: Topology, job: plan.Job, cell: dict, config: ConfigDict) 
         return {}
     sizes = config.prompt_tokens, config.new_tokens
     speed = cell["floor_s"], cell["tokens"]
-    queue = roofline.queue(job.target, *sizes, *speed, topology.chip, job.setting)
-    shares = {"prefill_share": queue.prefill_share, "tok_s": queue.tok_s}
-    return {"queue": dataclasses.asdict(queue) | shares}
+    return {"queue": roofline.queue(job.target, *sizes, *speed, topology.chip, job.setting)}
 
 
 def predict(

@@ -2,7 +2,7 @@
 
 from spec_jax.planning.compiled import Compiled, Counted, Needs, compile_and_count
 from spec_jax.planning.programs import Job, PrefillJob, Traced, trace_decode, trace_prefill
-from spec_jax.planning.training import TrainJob, TrainMemory, trace_train, train_memory
+from spec_jax.planning.training import TrainJob, trace_train, train_memory
 
 __all__ = [
     "Compiled",
@@ -12,7 +12,6 @@ __all__ = [
     "PrefillJob",
     "Traced",
     "TrainJob",
-    "TrainMemory",
     "compile_and_count",
     "trace_decode",
     "trace_prefill",

@@ -141,31 +141,6 @@ def prefill_work(
     return RoundWork(tuple(passes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Queue:
-    """What a request costs in a queue that puts the next prompt in the place of a finished row.
-
-    Attributes:
-      prefill_s: of the prompt, its share of a call that feeds one to each group along "data".
-      decode_s: its share of the rounds that emit its tokens.
-      new_tokens: how many it emits.
-    """
-
-    prefill_s: float
-    decode_s: float
-    new_tokens: float
-
-    @property
-    def prefill_share(self) -> float:
-        """Of the devices' time."""
-        return self.prefill_s / (self.prefill_s + self.decode_s)
-
-    @property
-    def tok_s(self) -> float:
-        """Tokens a second of all rows, at most."""
-        return self.new_tokens / (self.prefill_s + self.decode_s)
-
-
 def queue(
     target: Any,
     prompt_tokens: int,
@@ -174,10 +149,11 @@ def queue(
     tokens: float,
     chip: Chip,
     setting: Setting = Setting(),
-) -> Queue:
+) -> dict[str, float]:
     """Returns how a queue's time is divided if prompts never run out.
 
-    Passes over prompts and rounds take turns, whether a prompt is fed whole or between rounds.
+    The next prompt takes the place of a finished row. Passes over prompts and rounds take turns,
+    whether a prompt is fed whole or between rounds.
 
     Args:
       target: the target's config.
@@ -187,11 +163,23 @@ def queue(
       tokens: expected tokens of a row's round.
       chip: what it runs on.
       setting: batch, mesh and dtype.
+
+    Returns:
+      Of a request: "prefill_s", its share of a call that feeds a prompt to each group along "data";
+      "decode_s", its share of the rounds that emit its "new_tokens". Of all: "prefill_share" of the
+      devices' time, and "tok_s", tokens a second at most.
     """
     groups = setting.abstract_mesh.shape["data"]
     feeding = prefill_work(target, prompt_tokens, dataclasses.replace(setting, batch=groups))
+    prefill_s = feeding.floor_s(chip) / groups
     decode_s = round_s * new_tokens / tokens / setting.batch
-    return Queue(feeding.floor_s(chip) / groups, decode_s, new_tokens)
+    return {
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "new_tokens": new_tokens,
+        "prefill_share": prefill_s / (prefill_s + decode_s),
+        "tok_s": new_tokens / (prefill_s + decode_s),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

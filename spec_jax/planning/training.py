@@ -58,56 +58,38 @@ class TrainJob:
     program: ClassVar[str] = "train"
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainMemory:
-    """Bytes on each device that a training step has at least, activations and logits left out.
-
-    Attributes:
-      state: weights that are trained, and what the optimizer keeps of each.
-      gradients: of these weights.
-      frozen: weights of a head's target.
-    """
-
-    state: int
-    gradients: int
-    frozen: int
-
-    @property
-    def total(self) -> int:
-        return self.state + self.gradients + self.frozen
-
-
-def train_memory(job: TrainJob) -> TrainMemory:
+def train_memory(job: TrainJob) -> dict[str, int]:
     """Counts what a training step holds by its shapes; nothing is traced or compiled.
 
     Args:
       job: what is trained.
+
+    Returns:
+      Bytes on each device, activations and logits left out: of "state", the weights that are
+      trained and what the optimizer keeps of each; of their "gradients"; and "frozen", the weights
+      of a head's target.
 
     Raises:
       ConfigError: the mesh does not divide the heads.
     """
     mesh = Setting(mesh=job.mesh).abstract_mesh
     over = mesh, FULLY_SHARDED if job.is_fully_sharded else SHARDED
-
-    def model(dtype):
-        return jax.eval_shape(lambda: init_params(job.target, jax.random.key(0), jnp.dtype(dtype)))
-
     where = placement("the target", job.target, *over)
     frozen = 0
     if job.head is None:
-        trained = model("float32")
+        trained = without_weights("model", job.target, "float32").params
     else:
-        frozen = device_bytes(model(job.dtype), where)
-        kind = registry.kind_of(job.head)
-        layer = registry.layer_of(job.head)
+        frozen = device_bytes(without_weights("target", job.target, job.dtype).params, where)
+        head = without_weights("head", job.head, "float32")
+        table = head.kind.head.table(job.head)
         split = registry.objective_of(job.head).split
-        init = functools.partial(kind.head.init_params, job.head, jax.random.key(0), jnp.float32)
-        trained = jax.eval_shape(lambda: split(init())[0])
-        where = split(table_placement("the head", layer, kind.head.table(job.head), *over))[0]
+        trained, _ = split(head.params)
+        where, _ = split(table_placement("the head", registry.layer_of(job.head), table, *over))
     optimizer = make_optimizer("adamw", **_OPTIMIZER)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), trained)
     lies = follow_params(state, state.params, where, NamedSharding(mesh, PartitionSpec()))
-    return TrainMemory(device_bytes(state, lies), device_bytes(trained, where), frozen)
+    gradients = device_bytes(trained, where)
+    return {"state": device_bytes(state, lies), "gradients": gradients, "frozen": frozen}
 
 
 def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
