@@ -207,7 +207,7 @@ class _Run:
         fresh = self.prefill(prompts, samplers, [2] * len(prompts))
         return state.replace(target=fresh.target, draft=fresh.draft)
 
-    def check_equal(self, check: str, state, expected, when: str, rows=slice(None)) -> None:
+    def check_equal(self, check: str, state, expected, when: str) -> None:
         """Raises ConformanceError where the next drafts of two states or their scores differ.
 
         Args:
@@ -215,10 +215,9 @@ class _Run:
           state: a state, or what ``ask`` returned.
           expected: likewise.
           when: after what they differ.
-          rows: of ``state`` that are compared.
         """
         ours, theirs = (x if isinstance(x, tuple) else self.ask(x)[:2] for x in (state, expected))
-        difference = _difference(*(jax.tree.map(np.asarray, x) for x in (ours, theirs)), rows)
+        difference = _difference(*(jax.tree.map(np.asarray, x) for x in (ours, theirs)))
         if difference is not None:
             raise ConformanceError(f"{self.name(check)} {when}: {difference}")
 
@@ -234,11 +233,11 @@ def outputs(state: DecodeState) -> list[list[int]]:
     return [tokens[begin:end].tolist() for tokens, begin, end in rows]
 
 
-def _difference(ours, theirs, rows) -> str | None:
-    """Says where drafts or scores differ in one of these rows; None: nowhere."""
+def _difference(ours, theirs) -> str | None:
+    """Says where drafts or scores differ; None: nowhere."""
     a, p = ours
     b, q = theirs
-    for row in range(len(a.tokens))[rows]:
+    for row in range(len(a.tokens)):
         if a.n_draft[row] != b.n_draft[row]:
             return f"row {row} has {a.n_draft[row]} drafts in place of {b.n_draft[row]}"
         n = int(a.n_draft[row])
