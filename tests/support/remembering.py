@@ -15,7 +15,7 @@ from spec_jax.drafters.suffix import GAP, suffix
 from spec_jax.engine.adaptive.policy import Plan
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
-from spec_jax.testing.certificate.memory import a_memory_each
+from spec_jax.testing.certificate.states import a_memory_each
 
 DIST = np.array([0.45, 0.3, 0.2, 0.05])  # of the target after every text
 TARGET = {"logits": jnp.log(jnp.asarray(DIST, jnp.float32))[None]}

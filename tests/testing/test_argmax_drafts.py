@@ -13,8 +13,7 @@ from docs.examples import argmax_drafts
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.forcing import Drafting
-from spec_jax.testing.certificate.reported import force_all
+from spec_jax.testing.certificate.forcing import Drafting, force_all
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 

@@ -13,7 +13,7 @@ from spec_jax.config import SpeculativeConfig, SuffixConfig
 from spec_jax.drafters.suffix import History, suffix
 from spec_jax.rules import make_rule
 from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.memory import a_memory_each, certify_memory
+from spec_jax.testing.certificate.states import a_memory_each, certify_memory
 from spec_jax.testing.oracles import toy_logits
 
 V, REMEMBERED, ROWS = 3, 31, 1024

@@ -20,7 +20,7 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError, toy_params
 from spec_jax.testing.certificate.certify import _TEXT, _Run
-from spec_jax.testing.certificate.texts import check_texts
+from spec_jax.testing.certificate.loop import check_texts
 from spec_jax.testing.oracles import Row
 from spec_jax.tree import Tree
 

@@ -23,8 +23,9 @@ from spec_jax.errors import ConfigError
 from spec_jax.rules import batched, chain
 from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate import certify as certification
-from spec_jax.testing.certificate.forcing import DRAFT_SEED, Drafting
-from spec_jax.testing.certificate.reported import (
+from spec_jax.testing.certificate.forcing import (
+    DRAFT_SEED,
+    Drafting,
     force_all,
     mixed_lengths,
     truncate_drafts,

@@ -19,9 +19,8 @@ from spec_jax.contracts import Rule
 from spec_jax.named import to_rule
 from spec_jax.rules import batched, chain, chain_or_tree, tree
 from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.forcing import Drafting
+from spec_jax.testing.certificate.forcing import Drafting, force_all, reported
 from spec_jax.testing.certificate.records import Range
-from spec_jax.testing.certificate.reported import force_all, reported
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import (
     certified_rows,

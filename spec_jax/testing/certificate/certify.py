@@ -17,9 +17,18 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.certificate.forcing import DraftDistribution, Drafting, Forced
-from spec_jax.testing.certificate.loop import Loop, joint
-from spec_jax.testing.certificate.memory import certify_memory
+from spec_jax.testing.certificate.forcing import (
+    DraftDistribution,
+    Drafting,
+    Forced,
+    check_draws,
+    check_report,
+    force_all,
+    mixed_lengths,
+    reported,
+    with_confidence,
+)
+from spec_jax.testing.certificate.loop import Loop, check_texts, joint, near_target
 from spec_jax.testing.certificate.records import (
     TOLERANCE,
     Certificate,
@@ -29,16 +38,13 @@ from spec_jax.testing.certificate.records import (
     Range,
     settings_of,
 )
-from spec_jax.testing.certificate.reported import (
-    check_draws,
-    check_report,
-    force_all,
-    mixed_lengths,
-    reported,
-    with_confidence,
+from spec_jax.testing.certificate.rounds import check_round, one_by_one
+from spec_jax.testing.certificate.states import (
+    certify_memory,
+    check_alone,
+    check_stateless,
+    check_states,
 )
-from spec_jax.testing.certificate.rounds import check_round
-from spec_jax.testing.certificate.states import check_alone, check_stateless, check_states
 from spec_jax.testing.certificate.subjects import (
     NUM_TOKENS,
     Subject,
@@ -47,8 +53,6 @@ from spec_jax.testing.certificate.subjects import (
     other_drafters,
     prefixes,
 )
-from spec_jax.testing.certificate.texts import check_texts, near_target
-from spec_jax.testing.certificate.verdicts import one_by_one
 from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
