@@ -1,8 +1,16 @@
 """Plans of programs: compiled ahead of time, without weights and without the devices."""
 
 from spec_jax.planning.compiled import Compiled, Counted, Needs, compile_and_count
-from spec_jax.planning.programs import Job, PrefillJob, Traced, trace_decode, trace_prefill
-from spec_jax.planning.training import TrainJob, trace_train, train_memory
+from spec_jax.planning.programs import (
+    Job,
+    PrefillJob,
+    Traced,
+    TrainJob,
+    trace_decode,
+    trace_prefill,
+    trace_train,
+    train_memory,
+)
 
 __all__ = [
     "Compiled",
