@@ -120,18 +120,20 @@ def load(
         "held_out_share": data.held_out_share,
         "max_length": data.max_length,
     }
-    found = [_load_packed(folder, split, tokenizer, about) for split in SPLITS]
-    if not processes.from_writer(None not in found):
+
+    def load_packed():
+        return [packed.load_packed(folder, split, tokenizer, about) for split in SPLITS]
+
+    try:
+        found = load_packed()
+    except ConfigError:
+        found = []
+    if not processes.from_writer(bool(found)):
         files.write_once(lambda: _pack(data, tokenizer, folder, about))
-        found = [packed.load_packed(folder, split, tokenizer) for split in SPLITS]
-    if not any(split.info["counts"].get("conversations") for split in found):
+        found = load_packed()
+    if not any(corpus.counts.get("conversations") for corpus in found):
         check_effect(variables, asked)
-    corpora = []
-    for split, (*arrays, info) in zip(SPLITS, found):
-        notes = [info["split"], *(f"the first refusal: {text}" for text in info["refusals"])]
-        name = f"{data.text} ({split})"
-        corpora.append(Corpus(name, *arrays, info["counts"], tuple(filter(None, notes))))
-    return tuple(corpora)
+    return tuple(x._replace(name=f"{data.text} ({split})") for split, x in zip(SPLITS, found))
 
 
 def _of_library(split: str, data: ConfigDict, tokenizer: Tokenizer) -> Corpus:
@@ -150,21 +152,13 @@ def _records(data: ConfigDict) -> Iterator:
     return (record for path in _paths(data) for record in read_records(path))
 
 
-def _load_packed(folder, split, tokenizer, about) -> packed.Packed | None:
-    try:
-        found = packed.load_packed(folder, split, tokenizer)
-    except ConfigError:
-        return None
-    return found if {name: found.info.get(name) for name in about} == about else None
-
-
 def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: dict) -> None:
     """Packs both splits. Of several processes the first one does, and all read its files."""
     held_out = HeldOut.of(_records(data), data.held_out_share)
     encoder = Encoder(tokenizer)
     for split in SPLITS:
         counts = collections.Counter()
-        refusals = []
+        notes = [held_out.note] if split == "held_out" else []
         documents = read_documents(
             about["paths"],
             encoder,
@@ -172,11 +166,11 @@ def _pack(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, about: d
             held_out=held_out,
             counts=counts,
             max_length=data.max_length or None,
-            refusals=refusals,
+            notes=notes,
         )
         print(f"packing {data.text} for {split}", flush=True)
-        made = {"split": held_out.note if split == "held_out" else "", "refusals": refusals}
-        packed.write_packed(folder, split, documents, tokenizer, counts=counts, about=about | made)
+        options = {"counts": counts, "notes": notes, "about": about}
+        packed.write_packed(folder, split, documents, tokenizer, **options)
 
 
 def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:

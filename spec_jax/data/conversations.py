@@ -264,7 +264,7 @@ def read_documents(
     held_out: HeldOut = HeldOut(),
     max_length: int | None = None,
     counts: collections.Counter | None = None,
-    refusals: list[str] | None = None,
+    notes: list[str] | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of one split, in the order of the files.
 
@@ -282,7 +282,7 @@ def read_documents(
         answers; "empty"; "refused"); "messages_after_the_last_answer", which are left out;
         documents that are "too_long", and their tokens "too_long_tokens"; conversations that
         became "several" documents; and "documents".
-      refusals: Gets the message of the first record that could not be encoded.
+      notes: Gets a sentence on the first record that could not be encoded.
 
     Raises:
       ConfigError: An argument is out of range, a record cannot be read, or there is no usable
@@ -292,11 +292,12 @@ def read_documents(
     if max_length is not None and max_length < 2:
         raise ConfigError(f"max_length is {max_length}; expected at least 2, or None")
     counts = collections.Counter() if counts is None else counts
-    refusals = [] if refusals is None else refusals
-    return _documents(list(paths), encoder, split, held_out, max_length, counts, refusals)
+    notes = [] if notes is None else notes
+    return _documents(list(paths), encoder, split, held_out, max_length, counts, notes)
 
 
-def _documents(paths, encoder, split, held_out, max_length, counts, refusals):
+def _documents(paths, encoder, split, held_out, max_length, counts, notes):
+    refusal = ""
     for record in (record for path in paths for record in read_records(path)):
         record = held_out.part(record, split)
         if record is None:
@@ -317,8 +318,9 @@ def _documents(paths, encoder, split, held_out, max_length, counts, refusals):
             found = encoder.text(record) if is_text else encoder.conversation(record)
         except ConfigError as error:
             counts["refused"] += 1
-            if not refusals:
-                refusals.append(str(error))
+            if not refusal:
+                refusal = f"the first refusal: {error}"
+                notes.append(refusal)
             continue
         if found and not is_text:
             unread = len(record.messages) - len(_until_last_answer(record.messages))
@@ -335,7 +337,7 @@ def _documents(paths, encoder, split, held_out, max_length, counts, refusals):
             yield document
     if not counts["documents"]:
         seen = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-        refusal = f" (the first refusal: {refusals[0]})" if refusals else ""
+        refusal = f" ({refusal})" if refusal else ""
         why = f" ({held_out.note}): give more text, or another held_out_share"
         raise ConfigError(
             f"{', '.join(map(str, paths)) or 'no file'} gave no document for {split} "

@@ -1,4 +1,4 @@
-"""Documents on disk, one after another: two arrays to map into memory, and a description."""
+"""A corpus on disk: two arrays of documents to map into memory, and a description."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from spec_jax.data.batches import Corpus
 from spec_jax.data.conversations import Document
 from spec_jax.errors import ConfigError
 from spec_jax.models.files import parse_json
 from spec_jax.models.tokenizer import Tokenizer
 
-VERSION = 2
-
-
-class Packed(NamedTuple):
-    """A packed corpus. Document ``i`` is ``tokens[starts[i] : starts[i + 1]]``."""
-
-    tokens: np.ndarray  # i32[T], mapped from the file
-    mask: np.ndarray  # bool[T], mapped from the file
-    starts: np.ndarray  # i64[number of documents + 1]
-    info: dict[str, Any]  # the description without the starts
+VERSION = 3
 
 
 def write_packed(
@@ -36,8 +28,9 @@ def write_packed(
     tokenizer: Tokenizer,
     *,
     counts: Mapping[str, int] | None = None,
+    notes: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
-) -> Packed:
+) -> Corpus:
     """Writes documents to NAME.tokens.npy, NAME.mask.npy and NAME.json, and opens them.
 
     Documents are written one at a time; only the places where they start are kept in memory.
@@ -50,7 +43,8 @@ def write_packed(
       documents: The documents, see ``read_documents``.
       tokenizer: The tokenizer that encoded them; its ``fingerprint`` is kept.
       counts: The counter that ``read_documents`` fills; it is read after the last document.
-      about: More JSON values for the description, such as the files that they come from.
+      notes: Sentences on how it was made, read likewise.
+      about: What it is made of, such as the files: JSON values by name, see ``load_packed``.
 
     Raises:
       ConfigError: There is no document, or one has ids that the tokenizer does not have.
@@ -84,6 +78,7 @@ def write_packed(
             "version": VERSION,
             "tokenizer": fingerprint(tokenizer),
             "counts": {**(counts or {}), "documents": len(starts) - 1},
+            "notes": [*notes],
             "starts": starts.tolist(),
         }
         partial[2].write_text(json.dumps(info) + "\n", encoding="utf-8")
@@ -97,17 +92,22 @@ def write_packed(
 
 
 def load_packed(
-    directory: str | os.PathLike, name: str, tokenizer: Tokenizer | None = None
-) -> Packed:
+    directory: str | os.PathLike,
+    name: str,
+    tokenizer: Tokenizer | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Corpus:
     """Opens a corpus that ``write_packed`` wrote. The arrays stay on disk.
 
     Args:
       directory: The folder.
       name: The name of the corpus.
       tokenizer: The tokenizer that should have encoded it. None means any.
+      about: What it should be made of. None means anything.
 
     Raises:
-      ConfigError: There is no complete corpus of that name, or another tokenizer encoded it.
+      ConfigError: There is no complete corpus of that name, another tokenizer encoded it, or it is
+        made of something else.
     """
     tokens_file, mask_file, info_file = _paths(pathlib.Path(directory), name)
     remedy = "expected what write_packed writes: pack the corpus again"
@@ -115,6 +115,7 @@ def load_packed(
         info = parse_json(info_file.read_text(encoding="utf-8"))
         starts = np.asarray(info.pop("starts"), np.int64)
         tokens, mask = (np.load(path, mmap_mode="r") for path in (tokens_file, mask_file))
+        corpus = Corpus(name, tokens, mask, starts, info["counts"], tuple(info["notes"]))
         found = info["tokenizer"]
         version = info["version"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -133,7 +134,10 @@ def load_packed(
             f"tokenizer's ({fingerprint(tokenizer)}); expected the target's tokenizer: pack the "
             "corpus again"
         )
-    return Packed(tokens, mask, starts, info)
+    for key, value in (about or {}).items():
+        if info.get(key) != value:
+            raise ConfigError(f"{info_file} is of other {key}; expected {value!r:.80}; {remedy}")
+    return corpus
 
 
 def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:

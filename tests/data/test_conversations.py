@@ -127,10 +127,10 @@ def test_what_the_template_raises_names_the_line_and_is_counted(tmp_path):
     encoder = Encoder(chat.byte_level(chat.MISTRAL))
     odd = [chat.TALK[0], *chat.TALK]
     file = write_lines(tmp_path / "a.jsonl", [{"messages": chat.TALK}, {"messages": odd}])
-    counts, refusals = collections.Counter(), []
-    found = read_documents([file], encoder, counts=counts, refusals=refusals)
+    counts, notes = collections.Counter(), []
+    found = read_documents([file], encoder, counts=counts, notes=notes)
     assert len(list(found)) == 1
-    assert "a.jsonl:2: " in refusals[0] and "must take turns" in refusals[0]
+    assert "a.jsonl:2: " in notes[0] and "must take turns" in notes[0]
     assert counts["refused"] == 1 and counts["conversations"] == 2
     file = write_lines(tmp_path / "b.jsonl", [{"messages": odd}])
     with pytest.raises(ConfigError, match=r"no document.*refused 1.*must take turns"):

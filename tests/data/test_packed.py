@@ -29,7 +29,7 @@ def test_documents_come_back_with_their_bounds(tmp_path):
     rng = np.random.default_rng(0)
     documents = [document(*rng.integers(0, 300, n)) for n in (3, 1, 700, 12)]
     folder = tmp_path / "new" / "folder"
-    options = dict(counts={"cut": 2}, about={"tokenizer_name": "tiny"})
+    options = dict(counts={"cut": 2}, notes=["cut"], about={"paths": ["a"]})
     packed = write_packed(folder, "train", documents, TOKENIZER, **options)
     assert names(folder) == FILES
     assert packed.starts.tolist() == [0, 3, 4, 704, 716]
@@ -37,8 +37,10 @@ def test_documents_come_back_with_their_bounds(tmp_path):
         stretch = slice(*packed.starts[i : i + 2])
         np.testing.assert_array_equal(packed.tokens[stretch], ids)
         np.testing.assert_array_equal(packed.mask[stretch], mask)
-    assert packed.info["tokenizer_name"] == "tiny"
-    assert packed.info["counts"] == {"cut": 2, "documents": 4}
+    assert packed.counts == {"cut": 2, "documents": 4} and packed.notes == ("cut",)
+    assert load_packed(folder, "train", about={"paths": ["a"]}).tokens.shape == (716,)
+    with pytest.raises(ConfigError, match=r"of other paths; expected \['b'\]; .*pack the corpus"):
+        load_packed(folder, "train", about={"paths": ["b"]})
 
 
 def test_the_arrays_are_plain_files_that_numpy_maps(tmp_path):

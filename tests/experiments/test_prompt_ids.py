@@ -61,8 +61,7 @@ def test_a_prompt_has_the_same_ids_wherever_it_is_read(tmp_path, template, has_b
     _, pairs, _ = regenerate.prompts_of(config, types.SimpleNamespace(target=target))
     assert [found for _, found in pairs] == [ids, ids]
 
-    found = write_packed(tmp_path, "train", read_documents([path], encoder), tokenizer)
-    corpora = [Corpus("documents", found.tokens, found.mask, found.starts)]
+    corpora = [write_packed(tmp_path, "train", read_documents([path], encoder), tokenizer)]
     ends_of = [5, 6], [5, encoder.separator_id]
     rows = [{"prompt_ids": ids, "response_ids": end} for end in ends_of]
     responses = write_lines(tmp_path / "responses.jsonl", rows)
