@@ -15,9 +15,8 @@ rounding or a bug? ``invariant_pair`` gives both the same rounding, so that thei
 states of its drafter, and the ways in which it is driven.
 """
 
-from spec_jax.testing.auditing.audit import audit, audit_outputs
+from spec_jax.testing.auditing.audit import Audit, RowAudit, audit, audit_outputs
 from spec_jax.testing.auditing.invariant import InvariantPair, invariant_pair
-from spec_jax.testing.auditing.verdict import Audit, RowAudit
 from spec_jax.testing.certificate.certify import certify
 from spec_jax.testing.certificate.loop import certify_decoder
 from spec_jax.testing.certificate.records import Certificate, CertificateError, Check, Range

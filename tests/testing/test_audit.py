@@ -13,7 +13,7 @@ from support.defects import DEFECTS, perturbed_layer
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
-from spec_jax.testing.auditing.verdict import Trail, judge
+from spec_jax.testing.auditing.audit import Trail, judge
 from spec_jax.testing.oracles import toy_logits
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
