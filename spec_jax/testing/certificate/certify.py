@@ -17,17 +17,7 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.loading import LoadedModel
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
-from spec_jax.testing.certificate.forcing import (
-    DraftDistribution,
-    Drafting,
-    Forced,
-    check_draws,
-    check_report,
-    force_all,
-    mixed_lengths,
-    reported,
-    with_confidence,
-)
+from spec_jax.testing.certificate import forcing, states, subjects
 from spec_jax.testing.certificate.loop import Loop, check_texts, joint, near_target
 from spec_jax.testing.certificate.records import (
     TOLERANCE,
@@ -39,20 +29,7 @@ from spec_jax.testing.certificate.records import (
     settings_of,
 )
 from spec_jax.testing.certificate.rounds import check_round, one_by_one
-from spec_jax.testing.certificate.states import (
-    certify_memory,
-    check_alone,
-    check_stateless,
-    check_states,
-)
-from spec_jax.testing.certificate.subjects import (
-    NUM_TOKENS,
-    Subject,
-    certified_rows,
-    make_subject,
-    other_drafters,
-    prefixes,
-)
+from spec_jax.testing.certificate.subjects import Subject
 from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
@@ -75,7 +52,7 @@ def certify(
     drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
     *,
     params: Any = None,
-    draft_distribution: DraftDistribution | None = None,
+    draft_distribution: forcing.DraftDistribution | None = None,
     trials: int = 4_000,
     seed: int = 0,
     has_memory: bool = False,
@@ -156,7 +133,7 @@ class _Run:
     rule: Rule
     drafter: Any = None
     params: Any = None
-    stated: DraftDistribution | None = None
+    stated: forcing.DraftDistribution | None = None
     trials: int = 1
     seed: int = 0
     has_memory: bool = False
@@ -167,18 +144,20 @@ class _Run:
         drafter = self.drafter
         # A new function: see ``make_subject``.
         self.rule = rule._replace(accept=lambda *args: rule.accept(*args))
-        self.rows = certified_rows(is_greedy=rule.is_greedy, processors=self.processors)
+        self.rows = subjects.certified_rows(is_greedy=rule.is_greedy, processors=self.processors)
         self.memory = self.params if isinstance(self.params, Memory) else None
         params = self.params if self.memory is None else self.memory.params
-        self.main = make_subject(drafter, params, self.seed)
-        self.others = [] if drafter is not None else other_drafters(rule, self.main)
+        self.main = subjects.make_subject(drafter, params, self.seed)
+        self.others = [] if drafter is not None else subjects.other_drafters(rule, self.main)
         is_fixed = isinstance(drafter, Drafter) and drafter.vocab_size is not None
-        padded = None if is_fixed else make_subject(drafter, params, self.seed, is_padded=True)
+        padded = (
+            None if is_fixed else subjects.make_subject(drafter, params, self.seed, is_padded=True)
+        )
         self.padded = padded
         # What it remembers is out of reach, and changes from one call to the next.
         self.is_hidden = self.main.drafter.has_memory and self.memory is None
         self.has_memory |= self.is_hidden
-        self.toy = self.main if drafter is None else make_subject(None, None, self.seed)
+        self.toy = self.main if drafter is None else subjects.make_subject(None, None, self.seed)
         self._near: Subject | None = None  # the drafter with a target near it
         self.is_gumbel_max = True  # the rule's last token, with the noise that it is given
         self.is_forced = True  # the drafter draws with Context.gumbel
@@ -245,19 +224,19 @@ class _Run:
         name = subject.drafter.name
         drafts = V ** min(K, 8) if system.drafter.is_sampled else 1  # an upper bound
         each = drafts * 2**K * V
-        starts = [prefixes(subject, len(self.rows), size) for size in (3, 2, 1, 0)]
+        starts = [subjects.prefixes(subject, len(self.rows), size) for size in (3, 2, 1, 0)]
         starts = [x for x in starts if each * len(x) <= _MAX_OUTCOMES]
         if not starts:
             self.not_proved.append(
                 f"{K} drafts of {name}: a round has up to {each:,} outcomes, too many to enumerate"
             )
             return True
-        drafting = Drafting(system, subject.params, self.rows)
-        forced = force_all(drafting, starts[0], self.stated)
+        drafting = forcing.Drafting(system, subject.params, self.rows)
+        forced = forcing.force_all(drafting, starts[0], self.stated)
         if forced is None:
             return False
         try:
-            check_report(drafting, forced)
+            forcing.check_report(drafting, forced)
         except CertificateError:
             if subject is self.main:
                 self._draws()  # says by how much, if it can tell
@@ -267,12 +246,14 @@ class _Run:
         check = functools.partial(check_round, system, rows=self.rows, logits_of=subject.logits_of)
         proposal = forced.proposal
         if num_draft == _WITH_CONFIDENCE and proposal.parents is None and system.drafter.is_sampled:
-            forced = forced if proposal.confidence is not None else with_confidence(forced)
+            forced = forced if proposal.confidence is not None else forcing.with_confidence(forced)
         if num_draft == 2 and subject is not self.padded and forced.proposal.probs is not None:
             self._misreport(check, forced)
-        comparisons = [check(some) for some in (mixed_lengths(forced) if is_cut else [forced])]
+        comparisons = [
+            check(some) for some in (forcing.mixed_lengths(forced) if is_cut else [forced])
+        ]
         self.p += [x.p for x in comparisons]
-        q = reported(forced, drafting.parents)
+        q = forcing.reported(forced, drafting.parents)
         self.q += [] if q is None else [q]
         drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
         padding = ", whose target pads its vocabulary" if subject is self.padded else ""
@@ -301,14 +282,14 @@ class _Run:
         memory = self.memory
         if not subject.drafter.has_memory:  # a rule is certified: with one that has
             memory = History(_REMEMBERED)
-            drafter = suffix(NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
+            drafter = suffix(subjects.NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
             subject = dataclasses.replace(subject, drafter=drafter)
         system = subject.system(self.rule, 2)
-        p_value, count = certify_memory(system, subject.params, memory, toy_logits)
+        p_value, count = states.certify_memory(system, subject.params, memory, toy_logits)
         what = f"calls with the same seeds, from whose outputs {subject.drafter.name} had learned"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
-    def _misreport(self, check: Callable[..., Any], forced: Forced) -> None:
+    def _misreport(self, check: Callable[..., Any], forced: forcing.Forced) -> None:
         """Checks that the enumeration detects a wrong report, if the rule reads it."""
         flat = np.sqrt(forced.proposal.probs)
         flat /= np.maximum(flat.sum(axis=2, keepdims=True), 1e-9)
@@ -321,9 +302,9 @@ class _Run:
     def _draws(self) -> None:
         """The draws of the drafter, with noise of its own, against what it reports."""
         system = self.main.system(self.rule, MAX_DRAFT)
-        drafting = Drafting(system, self.main.params, self.rows)
-        starts = prefixes(self.main, len(self.rows), 0)
-        p_value, count = check_draws(drafting, starts, _DRAWS)
+        drafting = forcing.Drafting(system, self.main.params, self.rows)
+        starts = subjects.prefixes(self.main, len(self.rows), 0)
+        p_value, count = forcing.check_draws(drafting, starts, _DRAWS)
         what = f"draws of {self.main.drafter.name} against what it reports"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 
@@ -401,17 +382,17 @@ class _Run:
         state = loop.generate(loop.prefill(of, np.arange(len(of))), _ROUNDS)
         if not is_compared:
             return loop.output(loop.generate(state), of)
-        error, asked = check_states(loop, state, of)
+        error, asked = states.check_states(loop, state, of)
         state = loop.generate(state)
-        error = max(error, check_states(loop, state, of)[0])
+        error = max(error, states.check_states(loop, state, of)[0])
         what = f"states of {name} after commit and after a fresh prefill of the same tokens"
         self._add(what, "equality", error=error, trials=2 * len(of))
         if not self.is_coupled:
-            check_stateless(loop, asked)
+            states.check_stateless(loop, asked)
             what = f"drafts of {name} after the same texts, before and after others were decoded"
             self._add(what, "equality", trials=len(of))
         what = f"drafts of {name} in batches of one and in a larger batch"
-        self._add(what, "equality", trials=check_alone(loop, asked))
+        self._add(what, "equality", trials=states.check_alone(loop, asked))
         return loop.output(state, of)
 
     def _check_places(

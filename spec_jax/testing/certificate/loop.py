@@ -27,6 +27,7 @@ from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.generation import find_forbidding, find_raised
 from spec_jax.rules.registry import GREEDY, MATCH
 from spec_jax.sampling import make_sampler
+from spec_jax.testing import oracles
 from spec_jax.testing.certificate.forcing import AS_WRITTEN, DRAFT_SEED, propose_next
 from spec_jax.testing.certificate.records import (
     ALPHA,
@@ -39,16 +40,7 @@ from spec_jax.testing.certificate.records import (
 from spec_jax.testing.certificate.rounds import Difference
 from spec_jax.testing.certificate.subjects import system_of
 from spec_jax.testing.mocks import toy_model, toy_params
-from spec_jax.testing.oracles import (
-    LogitsOf,
-    Row,
-    fit_table,
-    goodness_of_fit,
-    plain_distribution,
-    reference_distribution,
-    tail_of_sums,
-    toy_logits,
-)
+from spec_jax.testing.oracles import LogitsOf, Row
 
 _UNLIKELY = 1e-12  # a first token that is left out of a sum over all
 _PER_CELL = 50  # draws that a cell of a table should have on average
@@ -222,7 +214,7 @@ class Loop:
         for row, seen, dist in zip(self.rows, counts, dists):
             while seen.ndim > 1 and seen.sum() * dist.max() < 5:  # too few draws: of fewer tokens
                 seen, dist = seen.sum(axis=-1), dist.sum(axis=-1)
-            tests.append((goodness_of_fit(seen, dist), row, seen, dist))
+            tests.append((oracles.goodness_of_fit(seen, dist), row, seen, dist))
         p_value, row, seen, dist = min(tests, key=lambda test: test[0])
         p_value = min(1.0, p_value * len(tests))
         if not p_value >= alpha:
@@ -273,7 +265,7 @@ class Loop:
             expected[[r, R]] += mean.sum()
             variance[[r, R]] += ((probs**3).sum(axis=2) - mean**2).sum()
             ranges.append(Range.of(probs))
-        p_values = tail_of_sums(emitted - expected, variance)
+        p_values = oracles.tail_of_sums(emitted - expected, variance)
         worst = int(p_values.argmin())
         p_value = min(1.0, float(p_values[worst]) * len(p_values))
         if not p_value >= ALPHA:
@@ -319,7 +311,9 @@ def distributions(
 
     @functools.cache
     def after(text: tuple[int, ...]) -> np.ndarray:
-        return reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
+        return oracles.reference_distribution(
+            logits_of((*row.prompt, *text)), row.target, row.prompt, text
+        )
 
     return np.asarray(
         [
@@ -340,11 +334,11 @@ def joint(
       num_tokens: how many they are.
       logits_of: ``tokens -> f32[V]``, what the target says.
     """
-    first = reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
+    first = oracles.reference_distribution(logits_of(row.prompt), row.target, row.prompt, ())
     dist = np.zeros((len(first),) * num_tokens)
     for token in np.flatnonzero(first > _UNLIKELY).tolist():
         size = num_tokens + begin - 1
-        after = plain_distribution(None, row, token, size, lambda _, tokens: logits_of(tokens))
+        after = oracles.plain_distribution(None, row, token, size, lambda _, x: logits_of(x))
         dist[() if begin else token] += first[token] * after
     return dist
 
@@ -487,7 +481,7 @@ def _test(which: str, is_tested, output, probs) -> Iterator[tuple[float, str]]:
         size -= 1
     before = [output[rows, places - i] for i in reversed(range(size))]
     group = np.ravel_multi_index(before, (V,) * size) if size else np.zeros_like(rows)
-    fit = fit_table(output[rows, places + 1], probs[rows, places], group)
+    fit = oracles.fit_table(output[rows, places + 1], probs[rows, places], group)
     text = tuple(map(int, np.unravel_index(fit.group, (V,) * size)))
     chance, should = (probability(x / max(fit.size, 1)) for x in (fit.seen, fit.expected))
     yield (
@@ -518,7 +512,7 @@ def _neighbours(output, probs) -> Iterator[tuple[float, str]]:
                 f"{which} of neighbouring seeds agree with probability {probability(agreed)} and "
                 f"should with {probability(should)}"
             )
-            yield goodness_of_fit(tables[0], tables[1] / tables[1].sum()), text
+            yield oracles.goodness_of_fit(tables[0], tables[1] / tables[1].sum()), text
 
 
 def certify_decoder(
@@ -534,7 +528,7 @@ def certify_decoder(
     alpha: float = ALPHA,
     params: dict[str, Any] | None = None,
     target: Model | None = None,
-    logits_of: LogitsOf = toy_logits,
+    logits_of: LogitsOf = oracles.toy_logits,
     seed: int = 0,
     run: Callable[..., Any] | None = None,
 ) -> float:

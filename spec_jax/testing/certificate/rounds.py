@@ -27,17 +27,8 @@ from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Drafter, Model, Noise, Proposal, Rule, Verdict
 from spec_jax.drafters.standalone.model import standalone
-from spec_jax.testing.certificate.forcing import (
-    AS_WRITTEN,
-    DraftDistribution,
-    Drafting,
-    Forced,
-    check_report,
-    force_all,
-    in_chunks,
-    is_argmax,
-    mixed_lengths,
-)
+from spec_jax.testing import oracles
+from spec_jax.testing.certificate import forcing
 from spec_jax.testing.certificate.records import (
     ALPHA,
     TOLERANCE,
@@ -49,14 +40,7 @@ from spec_jax.testing.certificate.records import (
 )
 from spec_jax.testing.certificate.subjects import standard_rows, system_of
 from spec_jax.testing.mocks import toy_model, toy_params
-from spec_jax.testing.oracles import (
-    LogitsOf,
-    Row,
-    plain_distribution,
-    reference_distribution,
-    tail_of_sums,
-    toy_logits,
-)
+from spec_jax.testing.oracles import LogitsOf, Row
 
 _CHUNK = 4096  # outcomes that are computed at once
 _DRAWS = 200_000  # of last tokens, of a rule that is no Gumbel-max draw
@@ -110,7 +94,7 @@ def one_by_one(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.vmap(one)
 
 
-def verdicts(rule: Rule, forced: Forced) -> RoundOutcomes:
+def verdicts(rule: Rule, forced: forcing.Forced) -> RoundOutcomes:
     """Returns every outcome of rounds with given drafts.
 
     Args:
@@ -150,7 +134,7 @@ def verdicts(rule: Rule, forced: Forced) -> RoundOutcomes:
     dist = np.asarray(verdict.replacement, np.float64)[places, token]
     n = verdict.n_accept
     possible = np.flatnonzero(dist > 0)
-    is_gumbel_max = is_argmax(drawn, again.replacement, gumbel[:, 0]).all()
+    is_gumbel_max = forcing.is_argmax(drawn, again.replacement, gumbel[:, 0]).all()
     is_gumbel_max &= (verdict.tokens[places, n] == token)[possible].all()
     p_value = None
     if not is_gumbel_max:  # it may read the noise in another way
@@ -216,7 +200,9 @@ def _all_falls(coins: np.ndarray) -> _Falls:
     return _Falls(*map(np.concatenate, zip(*found)))
 
 
-def _check_alone(rule: Rule, forced: Forced, index, verdict: Verdict, alone: Verdict) -> None:
+def _check_alone(
+    rule: Rule, forced: forcing.Forced, index, verdict: Verdict, alone: Verdict
+) -> None:
     """Raises a CertificateError where a row's verdict in a batch of one is another one."""
     is_read = np.arange(verdict.tokens.shape[1]) <= verdict.n_accept[:, None]
     is_same = ((verdict.tokens == alone.tokens) | ~is_read).all(axis=1)
@@ -258,7 +244,7 @@ def _test_last(items: Sequence[tuple[int, tuple[int, ...]]], verdict: Verdict) -
         for j, (x, y) in enumerate((by_id, by_rank)):
             np.add.at(off[i, j], group, x)
             np.add.at(variance[i, j], group, y)
-    p_values = tail_of_sums(off, variance)[variance > 0]
+    p_values = oracles.tail_of_sums(off, variance)[variance > 0]
     return min(1.0, float(p_values.min(initial=1.0)) * len(p_values))
 
 
@@ -274,7 +260,7 @@ def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
     return (of_draft > (1 + _CLEARLY) * q) & (of_draft < 1 - _CLEARLY)
 
 
-def sample_verdicts(rule: Rule, forced: Forced, trials: int) -> Iterator[RoundOutcome]:
+def sample_verdicts(rule: Rule, forced: forcing.Forced, trials: int) -> Iterator[RoundOutcome]:
     """Yields rounds with ordinary noise, weighted by their frequency.
 
     Args:
@@ -300,17 +286,17 @@ def sample_verdicts(rule: Rule, forced: Forced, trials: int) -> Iterator[RoundOu
             yield RoundOutcome(int(i), tuple(tokens[: n + 1].tolist()), 1 / trials, 0.0)
 
 
-def _accept_all(rule: Rule, forced: Forced, index: np.ndarray, noise: Noise):
+def _accept_all(rule: Rule, forced: forcing.Forced, index: np.ndarray, noise: Noise):
     """What ``_accept`` returns of the rounds at ``index``, each with noise of its own."""
 
     def run(index, noise):
         rounds = (forced.logits, forced.contexts, forced.proposal)
         return _accept(rule, *jax.tree.map(lambda x: x[index], rounds), noise)
 
-    return in_chunks(run, _CHUNK, index, noise)
+    return forcing.in_chunks(run, _CHUNK, index, noise)
 
 
-@functools.partial(bounded_jit, static_argnames="rule", compiler_options=AS_WRITTEN)
+@functools.partial(bounded_jit, static_argnames="rule", compiler_options=forcing.AS_WRITTEN)
 def _accept(rule: Rule, logits, contexts, proposal, noise):
     """The verdict, the target's f32[N,K] of every draft, and the verdicts in batches of one."""
     _, _, sampler, _ = contexts
@@ -379,7 +365,7 @@ class RoundComparison(NamedTuple):
 
 def compare(
     found: Iterable[RoundOutcome],
-    forced: Forced,
+    forced: forcing.Forced,
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     tolerance: float,
@@ -447,7 +433,9 @@ def _differences(ends, missed: float, row: Row, output, logits_of):
     while todo:
         emitted, actual, expected, steps, ended = todo.pop()
         text = (*output, *emitted)
-        dist = reference_distribution(logits_of((*row.prompt, *text)), row.target, row.prompt, text)
+        dist = oracles.reference_distribution(
+            logits_of((*row.prompt, *text)), row.target, row.prompt, text
+        )
         largest = None
         for token, p in enumerate(dist.tolist()):
             longer = (*emitted, token)
@@ -467,7 +455,7 @@ def _differences(ends, missed: float, row: Row, output, logits_of):
 
 def check_round(
     system: decoding.System,
-    forced: Forced,
+    forced: forcing.Forced,
     rows: Sequence[Row],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     tolerance: float = TOLERANCE,
@@ -514,10 +502,10 @@ def certify_rule(
     num_tokens: int = 4,
     rows: Sequence[Row] | None = None,
     drafter: Drafter | None = None,
-    draft_distribution: DraftDistribution | None = None,
+    draft_distribution: forcing.DraftDistribution | None = None,
     params: dict[str, Any] | None = None,
     target: Model | None = None,
-    logits_of: LogitsOf = toy_logits,
+    logits_of: LogitsOf = oracles.toy_logits,
     batch: int = 512,
     seed: int = 0,
     tolerance: float = TOLERANCE,
@@ -564,25 +552,25 @@ def certify_rule(
 
     def distribution_of_toy(row, output, drafted):
         history = [*output, *drafted]
-        logits = toy_logits(params["draft"], (*row.prompt, *history))
-        return reference_distribution(logits, row.draft, row.prompt, history)
+        logits = oracles.toy_logits(params["draft"], (*row.prompt, *history))
+        return oracles.reference_distribution(logits, row.draft, row.prompt, history)
 
     given = drafter or standalone(toy_model(vocab_size))
     system = system_of(target or toy_model(vocab_size), given, rule, num_draft)
     starts = []
     for i, row in enumerate(rows):
         for size in range(num_tokens):
-            plain = plain_distribution(params["target"], row, 0, size, logits_of)
+            plain = oracles.plain_distribution(params["target"], row, 0, size, logits_of)
             starts += [(i, (0, *output.tolist())) for output in np.argwhere(plain > 0)]
     stated = draft_distribution or distribution_of_toy
-    drafting = Drafting(system, params, rows, num_tokens, batch)
-    forced = force_all(drafting, starts, stated)
+    drafting = forcing.Drafting(system, params, rows, num_tokens, batch)
+    forced = forcing.force_all(drafting, starts, stated)
     if forced is None:
         raise CertificateError(
             f"drafter {given.name!r} does not draw with Context.gumbel from a distribution that "
             "covers the tokens it should be able to draw"
         )
-    check_report(drafting, forced)
-    rounds = [forced] if drafter else mixed_lengths(forced)
+    forcing.check_report(drafting, forced)
+    rounds = [forced] if drafter else forcing.mixed_lengths(forced)
     of_target = functools.partial(logits_of, params["target"])
     return max(check_round(system, x, rows, of_target, tolerance).error for x in rounds)

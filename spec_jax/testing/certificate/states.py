@@ -18,12 +18,7 @@ from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Context, Drafter, Memory, Proposal
-from spec_jax.testing.certificate.forcing import (
-    Drafting,
-    matches_report,
-    propose_afresh,
-    propose_next,
-)
+from spec_jax.testing.certificate import forcing
 from spec_jax.testing.certificate.loop import Loop, joint
 from spec_jax.testing.certificate.records import ALPHA, CertificateError, short, where
 from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit
@@ -67,7 +62,7 @@ def check_states(loop: Loop, state: decoding.DecodeState, of: np.ndarray) -> tup
     K = loop.system.num_draft
     noise = np.random.default_rng(2).gumbel(size=(1, K, V)).astype(np.float32)
     noise = np.broadcast_to(noise, (len(of), K, V))  # of all rows, whatever their place
-    kept = propose_next(system, loop.params, state, noise)
+    kept = forcing.propose_next(system, loop.params, state, noise)
     contexts = (state.tokens, state.length, state.sampler, state.draft_sampler)
     _, fresh = _propose_afresh(system, loop.params, contexts, noise)
     # On the host, since the state's arrays are donated.
@@ -130,7 +125,7 @@ def check_alone(loop: Loop, asked: Asked) -> int:
       CertificateError: the drafts differ, or their distributions.
     """
     count = min(_ALONE, len(asked.gumbel))
-    parents = Drafting(loop.system, loop.params, loop.rows).parents
+    parents = forcing.Drafting(loop.system, loop.params, loop.rows).parents
     for b in range(count):
         context, gumbel, row = jax.tree.map(lambda x: x[b : b + 1], tuple(asked))
         _, alone = _propose_afresh(loop.system, loop.params, context, gumbel)
@@ -138,7 +133,7 @@ def check_alone(loop: Loop, asked: Asked) -> int:
         alike, off = _compare(alone, row)
         is_drawn = (alone.tokens == row.tokens).all()
         if alone.probs is not None:  # a near tie is drawn either way
-            is_drawn |= matches_report(alone, gumbel, parents).all()
+            is_drawn |= forcing.matches_report(alone, gumbel, parents).all()
         if not (alike.all() and (off <= _TOLERANCE).all() and is_drawn):
             tokens, length, *_ = context
             raise CertificateError(
@@ -149,7 +144,7 @@ def check_alone(loop: Loop, asked: Asked) -> int:
     return count
 
 
-_propose_afresh = bounded_jit(propose_afresh, static_argnames="system")
+_propose_afresh = bounded_jit(forcing.propose_afresh, static_argnames="system")
 
 
 def _compare(a: Proposal, b: Proposal) -> tuple[np.ndarray, np.ndarray]:
