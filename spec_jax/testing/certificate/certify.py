@@ -149,11 +149,9 @@ class _Run:
         params = self.params if self.memory is None else self.memory.params
         self.main = subjects.make_subject(drafter, params, self.seed)
         self.others = [] if drafter is not None else subjects.other_drafters(rule, self.main)
-        is_fixed = isinstance(drafter, Drafter) and drafter.vocab_size is not None
-        padded = (
-            None if is_fixed else subjects.make_subject(drafter, params, self.seed, is_padded=True)
-        )
-        self.padded = padded
+        self.padded = None
+        if not isinstance(drafter, Drafter) or drafter.vocab_size is None:
+            self.padded = subjects.make_subject(drafter, params, self.seed, is_padded=True)
         # What it remembers is out of reach, and changes from one call to the next.
         self.is_hidden = self.main.drafter.has_memory and self.memory is None
         self.has_memory |= self.is_hidden
