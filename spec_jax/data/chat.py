@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spec_jax.data import template_process
-from spec_jax.data.template_program import MARKS, stated_time
+from spec_jax.data.template_program import MARKS
 from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.models.files import check_depth
 from spec_jax.models.tokenizer import Tokenizer
@@ -199,7 +199,7 @@ class ChatTemplate:
             {
                 "source": self.source(has_tools=has_tools),
                 "variables": variables,
-                "now": stated_time(self.now),
+                "now": self.now.isoformat(),
             }
         )
         if "unreadable" in answer:

@@ -59,8 +59,8 @@ def answer_of(request: dict) -> dict:
     """Returns the text of a template, or what is known of it, or what is wrong.
 
     Args:
-      request: has ``source``, ``variables`` (None: the template is not rendered) and ``now``, see
-        ``stated_time``.
+      request: has ``source``, ``variables`` (None: the template is not rendered) and ``now``, a
+        time in ISO format.
     """
     try:
         template, has_generation, names = compiled(request["source"])
@@ -72,7 +72,7 @@ def answer_of(request: dict) -> dict:
     if request["variables"] is None:
         return {"has_generation": has_generation, "names": names}
     try:
-        show = {"strftime_now": read_time(request["now"]).strftime}
+        show = {"strftime_now": datetime.datetime.fromisoformat(request["now"]).strftime}
         pieces = []
         length = 0
         for piece in template.generate({**show, **request["variables"]}):
@@ -89,24 +89,6 @@ def answer_of(request: dict) -> dict:
 
 def _message(error: Exception | str) -> str:
     return (str(error) or type(error).__name__)[:2000]
-
-
-def stated_time(now: datetime.datetime) -> list:
-    """Returns a time as JSON: without its zone, and the zone's offset in seconds and name."""
-    offset = now.utcoffset()
-    naive = now.replace(tzinfo=None).isoformat()
-    return [naive, None if offset is None else offset.total_seconds(), now.tzname()]
-
-
-def read_time(stated: list) -> datetime.datetime:
-    """Returns the time that ``stated_time`` has described."""
-    naive, offset, name = stated
-    now = datetime.datetime.fromisoformat(naive)
-    if offset is None:
-        return now
-    delta = datetime.timedelta(seconds=offset)
-    zone = datetime.timezone(delta, name) if name else datetime.timezone(delta)
-    return now.replace(tzinfo=zone)
 
 
 # ------------------------------------------------------------------------------------ the limits
