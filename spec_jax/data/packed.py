@@ -51,12 +51,13 @@ def write_packed(
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokens_file, mask_file, info_file = paths = _paths(directory, name)
+    paths = _paths(directory, name)
     partial = [path.with_name(path.name + ".partial") for path in paths]
+    raw = [path.with_name(path.name + ".raw") for path in paths[:2]]  # until the size is known
     starts = array.array("q", [0])
     num_ids = tokenizer.num_ids
     try:
-        with _Growing(partial[0], np.int32) as tokens, _Growing(partial[1], np.bool_) as mask:
+        with raw[0].open("wb") as tokens, raw[1].open("wb") as mask:
             for ids, is_trained, source in documents:
                 if len(ids) != len(is_trained) or not len(ids):
                     raise ConfigError(
@@ -68,11 +69,16 @@ def write_packed(
                         f"{source}: ids from {np.min(ids)} to {np.max(ids)}; expected them below "
                         f"{num_ids}, the size of the tokenizer's vocabulary"
                     )
-                tokens.append(ids)
-                mask.append(is_trained)
+                tokens.write(np.asarray(ids, np.int32).tobytes())
+                mask.write(np.asarray(is_trained, np.bool_).tobytes())
                 starts.append(starts[-1] + len(ids))
         if len(starts) == 1:
             raise ConfigError(f"there is no document for {name}; expected at least one")
+        for source, target, dtype in zip(raw, partial, (np.int32, np.bool_)):
+            with target.open("wb") as file:
+                np.save(file, np.memmap(source, dtype, "r"))
+                file.flush()
+                os.fsync(file.fileno())
         info = {
             **(about or {}),
             "version": VERSION,
@@ -82,11 +88,11 @@ def write_packed(
             "starts": starts.tolist(),
         }
         partial[2].write_text(json.dumps(info) + "\n", encoding="utf-8")
-        info_file.unlink(missing_ok=True)
+        paths[2].unlink(missing_ok=True)
         for source, target in zip(partial, paths):
             os.replace(source, target)
     finally:
-        for path in partial:
+        for path in (*raw, *partial):
             path.unlink(missing_ok=True)
     return load_packed(directory, name, tokenizer)
 
@@ -152,36 +158,6 @@ def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
         "sha256": sha256(tokenizer.backend.to_str()),
         "chat_sha256": sha256(json.dumps([tokenizer.chat_templates, *variables], sort_keys=True)),
     }
-
-
-class _Growing:
-    """A one-dimensional .npy file that is written piece by piece."""
-
-    def __init__(self, path: pathlib.Path, dtype):
-        self.dtype = np.dtype(dtype)
-        self.length = 0
-        self.file = path.open("wb")
-        self._write_header()
-
-    def _write_header(self) -> None:
-        # NumPy pads a header so that a larger length still fits into it.
-        descr = np.lib.format.dtype_to_descr(self.dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self.file, header)
-
-    def append(self, values) -> None:
-        self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
-        self.length += len(values)
-
-    def __enter__(self) -> _Growing:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.file.seek(0)
-        self._write_header()
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
 
 
 def _paths(directory: pathlib.Path, name: str) -> list[pathlib.Path]:
