@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -196,28 +195,6 @@ def _continue(config: ConfigDict, teacher: LoadedModel, text: Corpus) -> np.ndar
     return np.concatenate([*parts, end]).astype(np.int32)
 
 
-def batches(config: ConfigDict, text: Corpus, own: Corpus | None) -> Callable[[int], np.ndarray]:
-    """Returns a function of a step that returns its windows, one token longer than their length.
-
-    They are of the text, and a share of the teacher's ``own`` if there is any. The last
-    ``long_share`` of the run has longer windows, only of the text.
-
-    Args:
-      config: See ``configs/train_zoo_target.py``.
-      text: The training text.
-      own: What the teacher wrote, or None.
-    """
-    draw = functools.partial(window_batches, seed=config.seed)
-    sources = [text] if own is None else [text, own]
-    shares = [1.0] if own is None else [1.0 - config.own_share, config.own_share]
-    usual = draw(sources, shares, batch=config.batch, length=config.length + 1)
-    first_long = config.steps - round(config.steps * config.long_share)
-    longer = usual
-    if first_long < config.steps:
-        longer = draw([text], [1.0], batch=config.long_batch, length=config.long_length + 1)
-    return lambda step: (usual if step < first_long else longer)[step]["tokens"]
-
-
 class LmExperiment:
     """Data, model, loss, and the functions that the training loop calls."""
 
@@ -245,6 +222,7 @@ class LmExperiment:
         hf["vocab_size"] = self.tokenizer.vocab_size
         self.model_config = family_of_type(hf["model_type"]).config.from_hf(hf)
         self.optimizer = make_optimizer(**config.optimizer, steps=config.steps)
+        self._key = jax.random.key(config.seed)
         loss = functools.partial(objective.lm_loss, config=self.model_config)
         if self.teacher is not None:
             loss = functools.partial(
@@ -255,16 +233,22 @@ class LmExperiment:
                 divergence=config.divergence,
             )
         self.own = continuations(config, self.teacher, self.text, workdir)
-        self._batches = batches(config, self.text, self.own)
+        draw = functools.partial(window_batches, seed=config.seed)
+        read = [self.text] if self.own is None else [self.text, self.own]
+        shares = [1.0] if self.own is None else [1.0 - config.own_share, config.own_share]
+        self._usual = draw(read, shares, batch=config.batch, length=config.length + 1)
+        self._first_long = config.steps - round(config.steps * config.long_share)
+        if self._first_long < config.steps:
+            size = dict(batch=config.long_batch, length=config.long_length + 1)
+            self._long = draw([self.text], [1.0], **size)
         step = functools.partial(train_step, objective=loss, optimizer=self.optimizer)
         self._where = mesh and self.placement.state_shardings(
-            placement("the model", self.model_config, mesh, axis_rules), self._make, self._key()
+            placement("the model", self.model_config, mesh, axis_rules), self._make, self._key
         )
         self._step = self.placement.jit_step(step, self._where)
         self._loss = self.placement.jit(lambda *args: replicate(loss(*args)))
         self._teacher_params = self.teacher and self.teacher.params
         self.trained = [self.text]
-        read = [text for text in (self.text, self.own) if text is not None]
         self.windows = [(text, config.length + 1) for text in read]
         self.windows += [(self.held_out, config.eval_length + 1)]
         self.summary = (
@@ -278,10 +262,7 @@ class LmExperiment:
 
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
-        return self.placement.create(self._make, self._where, self._key())
-
-    def _key(self) -> jax.Array:
-        return jax.random.key(self.config.seed)
+        return self.placement.create(self._make, self._where, self._key)
 
     def _make(self, key: jax.Array) -> TrainState:
         params = transformer.init_params(self.model_config, key)
@@ -292,8 +273,12 @@ class LmExperiment:
         return self._step(state, self.placement.place(batch), self._teacher_params)
 
     def batch_at(self, step: int) -> np.ndarray:
-        """Returns the windows of a step."""
-        return self._batches(step)
+        """Returns the windows of a step, one token longer than their length.
+
+        They are of the text, and a share of what the teacher wrote if there is any. The last
+        ``long_share`` of the run has longer windows, only of the text.
+        """
+        return (self._usual if step < self._first_long else self._long)[step]["tokens"]
 
     def held_out_figures(self, state: TrainState, n_windows: int | None = None) -> dict:
         """Returns means over held-out windows: all of them, or the first ``n_windows``."""
