@@ -363,10 +363,6 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         trained = model.params
         frozen = None
         batch = windows
-
-        def init():
-            return init_params(job.target, jax.random.key(0))
-
         loss = functools.partial(standalone.lm_loss, config=job.target)
         step = functools.partial(train_step, objective=loss, optimizer=optimizer)
     else:
@@ -375,11 +371,6 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         objective = registry.objective_of(job.head)
         trained, constants = objective.split(head.params)
         constants = {name: jnp.zeros(x.shape, x.dtype) for name, x in constants.items()}
-        fresh = functools.partial(head.kind.head.init_params, job.head, dtype="float32")
-
-        def init():
-            return objective.split(fresh(jax.random.key(0)))[0]
-
         model = transformer.model(job.target, job.head.taps)
         steps = {} if job.num_steps is None else {"num_steps": job.num_steps}
         options = steps | {"is_remat": job.is_remat}
@@ -396,10 +387,10 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         key = jax.eval_shape(lambda: jax.random.key(0))
         batch = Batch(windows, is_predicted, key, begins=begins)
 
-    def make():
-        return TrainState.create(init(), optimizer)
+    def make(params):
+        return TrainState.create(params, optimizer)
 
-    shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make)
-    state = place(jax.eval_shape(make), shardings)
+    shardings = where.state_shardings(jax.tree.map(lambda x: x.sharding, trained), make, trained)
+    state = place(jax.eval_shape(make, trained), shardings)
     lowered = where.jit_step(step, shardings).lower(state, batch, frozen)
     return Traced(lowered, {"trained": state.params, "frozen": frozen}, state, [], {})

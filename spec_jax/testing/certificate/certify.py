@@ -364,7 +364,7 @@ class _Run:
             self._add(what, "equality", trials=output.size)
             return
         row = self.rows[_TEXT_SETTING]
-        kinds = loop.kinds(state, of)
+        kinds = loop.of_output(np.asarray(state.kind), of)
         p_value = check_texts(loop, output, kinds, row, subject.logits_of)
         what = (
             f"each of {_TEXT} tokens, the first of each round by the round before, and those of "

@@ -152,13 +152,10 @@ class Loop:
             if raised is not None:
                 why = f"the drafter raised {type(raised).__name__}: {raised}"
             raise CertificateError(f"{self.name}: a row stops early ({why}), {place}") from raised
-        return self._emitted(tokens, of)
+        return self.of_output(tokens, of)
 
-    def kinds(self, state: decoding.DecodeState, of: np.ndarray) -> np.ndarray:
-        """Returns i64[B,1+num_tokens], the ``Kind`` of each token of the output."""
-        return self._emitted(np.asarray(state.kind), of)
-
-    def _emitted(self, array: np.ndarray, of: np.ndarray) -> np.ndarray:
+    def of_output(self, array: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """Returns i64[B,1+num_tokens], what an array i32[B,M] of a state has of the output."""
         index = self._lengths[of][:, None] + np.arange(1 + self.num_tokens)
         return np.take_along_axis(array, index, axis=1).astype(np.int64)
 
