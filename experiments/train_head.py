@@ -43,11 +43,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       TrainingError: A loss is not finite, or a checkpoint cannot be saved or read.
     """
     validate(config)
-
-    def check_resume(saved, resolved, _):
-        return cli.check_same(saved, resolved, _FREE)
-
-    return run.train(HeadExperiment, "train_head", config, workdir, check_resume, _FREE, _FREE_DATA)
+    return run.train(HeadExperiment, "train_head", config, workdir, _FREE, _FREE_DATA)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       TrainingError: A loss is not finite, or a checkpoint cannot be saved or read.
     """
     validate(config)
-    return run.train(LmExperiment, "train_lm", config, workdir, check_resume, FREE)
+    return run.train(LmExperiment, "train_lm", config, workdir, FREE, check_resume=check_resume)
 
 
 if __name__ == "__main__":

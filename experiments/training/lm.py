@@ -95,7 +95,7 @@ def stated_model(config: ConfigDict) -> dict[str, Any]:
 
 
 def check_resume(saved: dict, config: dict, step: int) -> None:
-    """Checks that a run can be resumed; ``steps`` may change until the decay begins.
+    """Checks that a run can be resumed: ``steps`` may change until the decay begins.
 
     Args:
       saved: The config of the run so far.
@@ -103,9 +103,8 @@ def check_resume(saved: dict, config: dict, step: int) -> None:
       step: The step of the last checkpoint.
 
     Raises:
-      ConfigError: It is another experiment, or too late to change ``steps``.
+      ConfigError: It is too late to change ``steps``.
     """
-    cli.check_same(saved, config, FREE)
     if saved["steps"] != config["steps"]:
         begin = min(
             min(decay_begin(c["steps"], c["optimizer"]["decay_share"]) for c in (saved, config)),

@@ -86,9 +86,9 @@ def train(
     name: str,
     config: ConfigDict,
     workdir: str | pathlib.Path,
-    check_resume: Callable[[dict, dict, int], None],
-    free: Sequence[str] = (),
+    free: Sequence[str],
     hidden: Sequence[str] = (),
+    check_resume: Callable[[dict, dict, int], None] | None = None,
 ) -> dict[str, float] | None:
     """Runs or resumes an experiment.
 
@@ -97,10 +97,10 @@ def train(
       name: The module of the main.
       config: The experiment's config, which was validated.
       workdir: The run's folder.
+      free: Keys that may change, and whose files may, before a run goes on.
+      hidden: Keys of ``config.data`` that are not part of the saved config.
       check_resume: Called with the saved config, this one and the last step; raises ConfigError if
         the run cannot go on with it.
-      free: Keys whose files may change before a run goes on.
-      hidden: Keys of ``config.data`` that are not part of the saved config.
 
     Returns:
       The figures of the export; None if SIGTERM or Ctrl-C ended the run.
@@ -120,17 +120,18 @@ def train(
         saved = cli.read_saved(folder / "config.json") if is_begun else None
         sums = {}
         if saved is not None:  # before the data is read, which may take long
-            check_resume(saved, resolved | {"data_seen": saved.get("data_seen")}, last)
+            cli.check_same(saved, resolved | {"data_seen": saved.get("data_seen")}, free)
+            if check_resume is not None:
+                check_resume(saved, resolved, last)
             sums = cli.inputs_of(resolved, free)
             cli.check_inputs(folder, sums, is_loaded=False)
         with Notice("loading models and reading text", is_line=True):
             experiment = make(config, folder)
         sums = cli.inputs_of(resolved, free, sums)  # now a model of the hub is in its cache
-        if saved is not None:
-            sums = cli.check_inputs(folder, sums)
         resolved["data_seen"] = texts.fingerprint(experiment.trained)
         if saved is not None:
-            check_resume(saved, resolved, last)
+            sums = cli.check_inputs(folder, sums)
+            cli.check_same(saved, resolved, free)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
         usage = [texts.usage(corpus, length) for corpus, length in experiment.windows]
