@@ -16,8 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from spec_jax.compilation import enable_compilation_cache
-from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.config import AsyncSpecConfig, SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Observer, Processor
 from spec_jax.drafters.host import host_drafter
 from spec_jax.engine.cancellation import CancellationToken

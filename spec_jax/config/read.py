@@ -10,7 +10,7 @@ import pathlib
 import tomllib
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -53,6 +53,21 @@ class ConfigRecord:
         expected = f"a {cls.__name__} or a mapping of {names}"
         check(isinstance(value, cls), name, value, expected)
         return value
+
+    def _one_given(self, *names: str) -> str:
+        """Returns the full name of the one of these fields that is not None.
+
+        Raises:
+          ConfigError: several are given, or none.
+        """
+        *others, last = [f"{self._prefix}{name}" for name in names]
+        given = [f"{self._prefix}{name}" for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"of {', '.join(others)} and {last}, {' and '.join(given) or 'none of them'} are "
+                "given; name one of them"
+            )
+        return given[0]
 
 
 def _frozen(value: Any) -> Any:
@@ -153,6 +168,25 @@ def _parts(cls, name: str, value: Any) -> dict[str, Any]:
     return dict(value if is_mapping else vars(_records(cls)[name].of(value, name)))
 
 
+class ConfigOfRecords:
+    """A config whose fields may be records, see ``reads_flat_names``; flat names are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        record, field = _flat_names(type(self)).get(name, (None, None))
+        if field is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(getattr(self, record), field.name, None)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Builds a config from plain values, see ``build``; a record may be a mapping too.
+
+        Raises:
+          ConfigError: an unknown key (the known ones are listed) or a wrong value.
+        """
+        return build(cls, values)
+
+
 def reads_flat_names(cls):
     """Class decorator of a config of records: its arguments may be flat names and mappings.
 
@@ -184,14 +218,6 @@ def reads_flat_names(cls):
 
     cls.__init__ = __init__
     return cls
-
-
-def flat_attribute(config: Any, name: str) -> Any:
-    """Returns what a flat name stands for: the ``__getattr__`` of a config of records."""
-    record, field = _flat_names(type(config)).get(name, (None, None))
-    if field is None:
-        raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}")
-    return getattr(getattr(config, record), field.name, None)
 
 
 def read_section(config_file: str | pathlib.Path, section_name: str) -> Mapping[str, Any]:

@@ -4,25 +4,224 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.config.checks import check_name, check_options, is_integer, number, option
-from spec_jax.config.read import DEFAULT_SECTION, build, flat_attribute, reads_flat_names
-from spec_jax.config.records import (
-    BUCKETS,
-    AdaptiveConfig,
-    NgramConfig,
-    SuffixConfig,
-    SyntheticConfig,
-    TreeConfig,
-    TypicalConfig,
+from spec_jax.config.checks import (
+    check,
+    check_name,
+    check_options,
+    integer,
+    is_count,
+    is_integer,
+    is_list,
+    is_number,
+    is_probability,
+    number,
+    option,
 )
-from spec_jax.config.sampler import GREEDY_BELOW
+from spec_jax.config.read import ConfigOfRecords, ConfigRecord, reads_flat_names
+from spec_jax.config.sampler import GREEDY_BELOW, SamplerConfig
 from spec_jax.errors import ConfigError
 from spec_jax.show.summary import short_repr
 from spec_jax.tree import DynamicTree, Tree
+
+BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # Ks that adaptive decoding has programs for
+
+
+def _is_counts(x: Any) -> bool:
+    return is_list(x) and len(x) > 0 and all(map(is_count, x))
+
+
+def _is_paths(x: Any) -> bool:
+    return is_list(x) and len(x) > 0 and all(map(_is_counts, x))
+
+
+def _is_ascending(x: Any) -> bool:
+    return _is_counts(x) and x[-1] > 0 and all(a < b for a, b in zip(x, x[1:]))
+
+
+def _are_rates(x: Any) -> bool:
+    return is_list(x) and all(map(is_probability, x))
+
+
+def _is_above_zero(x: Any) -> bool:
+    return is_number(x) and x > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramConfig(ConfigRecord):
+    """Which suffixes of the text n-gram drafting looks up.
+
+    Attributes:
+      max: longest suffix, tried first.
+      min: shortest suffix.
+    """
+
+    _prefix = "ngram."
+    max: int = integer(3, 1)
+    min: int = integer(1, 1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.min <= self.max, "ngram.min", self.min, f"at most ngram.max, {self.max}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixConfig(ConfigRecord):
+    """How far suffix decoding follows a match, and what it remembers.
+
+    Attributes:
+      max_depth: longest match that is tried.
+      max_factor, max_offset: a match of m tokens drafts at most ``factor * m + offset`` tokens,
+        and never more than K.
+      min_prob: drafting ends before the product of the drafts' frequencies falls below this.
+      history_tokens: how many of the latest tokens of past outputs are kept; 0 keeps none.
+    """
+
+    _prefix = "suffix."
+    max_depth: int = integer(24, 1)
+    max_factor: float = number(1.0, 0)
+    max_offset: float = number(0.0)
+    min_prob: float = number(0.1, 0, 1)
+    history_tokens: int = integer(4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeConfig(ConfigRecord):
+    """Which tree is drafted: exactly one of ``children``, ``ranks`` and ``depth`` is given.
+
+    Example:
+      ```python
+      import spec_jax
+      from spec_jax.config import TreeConfig
+
+      config = spec_jax.SpeculativeConfig(tree=TreeConfig(children=(3, 2, 1)))
+      print(config.num_speculative_tokens)  # 15 nodes
+      ```
+
+    Attributes:
+      children: of a static tree, how many children the nodes of each depth have: ``(3, 2, 1)``.
+      ranks: of a static tree, every node by the ranks on its path: ``((0,), (1,), (0, 0))``.
+      depth: levels of EAGLE-2's dynamic tree, which has K nodes.
+      top_k: nodes that a level of the dynamic tree expands, and children of each; None means 10.
+    """
+
+    _prefix = "tree."
+    children: tuple[int, ...] | None = option(
+        None, _is_counts, "the number of children of each depth, as (3, 2, 1)"
+    )
+    ranks: tuple[tuple[int, ...], ...] | None = option(
+        None, _is_paths, "the ranks on each node's path, as ((0,), (1,), (0, 0))"
+    )
+    depth: int | None = integer(None, 1)
+    top_k: int | None = integer(None, 1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.top_k is not None and self.depth is None:
+            raise ConfigError(
+                f"tree.top_k is {self.top_k} without tree.depth: give the dynamic tree's levels "
+                "too, or leave it out"
+            )
+        self._one_given("children", "ranks", "depth")
+        if self.depth is None:
+            self.shape(0)  # raises where there is no such tree
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Any:
+        """Also takes the children by depth, or the nodes by their ranks, as one sequence."""
+        if not is_list(value):
+            return super().of(value, name)
+        is_valid = _is_counts(value) or _is_paths(value)
+        check(is_valid, name, value, "children by depth, or nodes by their ranks")
+        return cls(ranks=value) if _is_paths(value) else cls(children=value)
+
+    def shape(self, num_nodes: int) -> Tree | DynamicTree:
+        """Returns the tree; only the dynamic one depends on ``num_nodes``, which is K."""
+        if self.depth is not None:
+            return DynamicTree(num_nodes, self.depth, self.top_k or 10)
+        if self.ranks is not None:
+            return Tree.from_paths(self.ranks)
+        return Tree.branching(self.children)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticConfig(ConfigRecord):
+    """For benchmarks: accept by coin, not by token. Exactly one of the rates is given.
+
+    Attributes:
+      acceptance_rate: mean of acceptance over the K positions.
+      acceptance_rates: unconditional rate of each position, non-increasing.
+      conditional_rates: rate of each position given that all before it were accepted; these
+        do not change with K.
+      mean_length: mean tokens a round, the target's included, in [1, K+1].
+    """
+
+    _prefix = "synthetic."
+    acceptance_rate: float | None = number(None, 0, 1)
+    acceptance_rates: tuple[float, ...] | None = option(
+        None, _are_rates, "rates in [0, 1], one a position"
+    )
+    conditional_rates: tuple[float, ...] | None = option(
+        None, _are_rates, "rates in [0, 1], one a position"
+    )
+    mean_length: float | None = number(None, 1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        rates = self.acceptance_rates or ()
+        is_falling = all(a >= b for a, b in zip(rates, rates[1:]))
+        check(is_falling, "synthetic.acceptance_rates", rates, "a non-increasing sequence")
+        self._one_given(*self.__dataclass_fields__)
+
+    @property
+    def given(self) -> str:
+        """The full name of what is given."""
+        return self._one_given(*self.__dataclass_fields__)
+
+    def check_num_draft(self, num_draft: int) -> None:
+        """Raises a ``ConfigError`` where the rates do not cover ``num_draft`` positions."""
+        for name in ("acceptance_rates", "conditional_rates"):
+            rates = getattr(self, name)
+            is_fit = rates is None or len(rates) >= num_draft
+            check(is_fit, f"synthetic.{name}", rates, f"at least {num_draft} rates in [0, 1]")
+        length = self.mean_length
+        is_fit = length is None or length <= num_draft + 1
+        check(is_fit, "synthetic.mean_length", length, f"a length in [1, {num_draft + 1}]")
+
+
+@dataclasses.dataclass(frozen=True)
+class TypicalConfig(ConfigRecord):
+    """Medusa's threshold is ``min(epsilon, delta * exp(-H))``."""
+
+    _prefix = "typical."
+    epsilon: float = option(0.09, _is_above_zero, "a number above 0")
+    delta: float = option(0.3, _is_above_zero, "a number above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveConfig(ConfigRecord):
+    """K is chosen from chunk to chunk of rounds.
+
+    Attributes:
+      buckets: the Ks to choose among, ascending; each is a program to compile, and K is the last
+        of them. None: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 up to K, and K.
+    """
+
+    _prefix = "adaptive."
+    buckets: tuple[int, ...] | None = option(
+        None, _is_ascending, "ascending integers of 0 or more, the last of them positive"
+    )
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Any:
+        """Also takes a bool: False means a fixed K."""
+        if isinstance(value, bool):
+            return cls() if value else None
+        check(isinstance(value, cls | Mapping), name, value, "a bool or an AdaptiveConfig")
+        return super().of(value, name)
+
 
 # Methods that may be named, and whether they copy tokens; ``drafters.register`` adds to them.
 METHODS: dict[str, bool] = {}
@@ -40,7 +239,7 @@ STRATEGIES = (
 
 @reads_flat_names
 @dataclasses.dataclass(frozen=True)
-class SpeculativeConfig:
+class SpeculativeConfig(ConfigOfRecords):
     """What drafts, how many tokens a round, and which rule accepts them.
 
     Each record may be given as itself, as a mapping of its fields, or by flat names:
@@ -141,7 +340,7 @@ class SpeculativeConfig:
             self.synthetic.check_num_draft(self.num_speculative_tokens)
             if strategy not in (None, "synthetic"):
                 raise ConfigError(
-                    f"{self.synthetic.given[0]} is given, so rejection_sampling_strategy must be "
+                    f"{self.synthetic.given} is given, so rejection_sampling_strategy must be "
                     f"None or 'synthetic', not {strategy!r}"
                 )
         elif strategy == "synthetic":
@@ -161,7 +360,7 @@ class SpeculativeConfig:
         method = name.removeprefix("is_")
         if method != name and method in METHODS:
             return lambda: self.speculative_method == method
-        return flat_attribute(self, name)
+        return super().__getattr__(name)
 
     def __dir__(self):
         return [*super().__dir__(), *(f"is_{method}" for method in METHODS)]
@@ -222,48 +421,52 @@ class SpeculativeConfig:
         Raises:
           ConfigError: the strategy cannot serve this temperature or this drafter.
         """
-        strategy = self._strategy(temperature, is_sampled, default) if rule is None else rule
-        resolved = copy.copy(self)  # names of your own are none that a new config may have
-        object.__setattr__(resolved, "rejection_sampling_strategy", strategy)
-        object.__setattr__(resolved, "speculative_method", drafter or self.speculative_method)
-        return resolved
-
-    def _strategy(self, temperature: float, is_sampled: bool, default: str | None) -> str:
-        strategy = self.rejection_sampling_strategy
+        strategy = self.rejection_sampling_strategy if rule is None else rule
         if strategy is None and self.is_synthetic:
             strategy = "synthetic"
         elif strategy is None and temperature < GREEDY_BELOW:
             strategy = "greedy"
         elif strategy is None:
             strategy = default or ("residual" if is_sampled else "match")
-        if strategy == "greedy" and temperature >= GREEDY_BELOW:
+        if rule is None and strategy == "greedy" and temperature >= GREEDY_BELOW:
             raise ConfigError(
                 f"strategy 'greedy' emits argmax tokens, yet the temperature is {temperature}; "
                 "use 'residual', 'block' or 'match', or temperature 0"
             )
-        if strategy == "logit-comparison" and not is_sampled:
+        if rule is None and strategy == "logit-comparison" and not is_sampled:
             raise ConfigError(
                 "strategy 'logit-comparison' needs the draft's logits; "
                 f"{self.speculative_method!r} drafts without them: use 'match'"
             )
-        return strategy
+        resolved = copy.copy(self)  # names of your own are none that a new config may have
+        object.__setattr__(resolved, "rejection_sampling_strategy", strategy)
+        object.__setattr__(resolved, "speculative_method", drafter or self.speculative_method)
+        return resolved
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Builds a config from plain values; strings that spell a number are taken as one.
 
-        Raises:
-          ConfigError: an unknown key (the known ones are listed) or a wrong value.
-        """
-        return build(cls, values)
+@reads_flat_names
+@dataclasses.dataclass(frozen=True)
+class AsyncSpecConfig(ConfigOfRecords):
+    """Config of an engine that drafts and verifies asynchronously: K, both samplers and the limit.
 
-    @classmethod
-    def from_file(
-        cls, config_file: str | pathlib.Path, section_name: str = DEFAULT_SECTION
-    ) -> SpeculativeConfig:
-        """Reads one section of a .yaml, .toml or .json file.
+    The draft model or head says what drafts, and the rule is ``SpeculativeConfig``'s default.
 
-        Raises:
-          ConfigError: an unreadable file, a missing section, an unknown key, a wrong value.
-        """
-        return cls(config_file=config_file, section_name=section_name)
+    Attributes:
+      spec_k: K, tokens drafted a round.
+      draft_sampler: how drafts are drawn; None: as the target's tokens.
+      target_sampler: how the target's tokens are drawn.
+      force_n1: draft nothing: the target decodes one token a pass.
+      max_tokens: maximum tokens of a row, prompt and output together (what a call names
+        ``max_length``), where a call names no limit; None: the call's default holds.
+    """
+
+    spec_k: int = integer(4, 1)
+    draft_sampler: SamplerConfig | None = None
+    target_sampler: SamplerConfig = SamplerConfig()
+    force_n1: bool = option(False, lambda x: isinstance(x, bool), "True or False")
+    max_tokens: int | None = integer(None, 2)
+
+    __repr__ = short_repr("spec_k")
+
+    def __post_init__(self):
+        check_options(self)

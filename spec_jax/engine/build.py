@@ -11,8 +11,13 @@ import jax
 from jax.sharding import Mesh
 
 from spec_jax import decoding, named
-from spec_jax.config import GREEDY_BELOW, SamplerConfig, SpeculativeConfig, check_integer
-from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.config import (
+    GREEDY_BELOW,
+    AsyncSpecConfig,
+    SamplerConfig,
+    SpeculativeConfig,
+    check_integer,
+)
 from spec_jax.contracts import Drafter, Model, Observer, Rule
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.chain import with_confidence_stop

@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spec_jax import decoding
-from spec_jax.config import SpeculativeConfig, check_integer
-from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.config import AsyncSpecConfig, SpeculativeConfig, check_integer
 from spec_jax.contracts import Drafter, Observer, Rule
 from spec_jax.engine import request, stats
 from spec_jax.engine.build import make_spec

@@ -21,7 +21,7 @@ from spec_jax import (
     decoding,
     rng,
 )
-from spec_jax.config.asynchronous import AsyncSpecConfig
+from spec_jax.config import AsyncSpecConfig
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.queue import ROUNDS_BETWEEN, sampler_of
