@@ -114,7 +114,7 @@ MUTATIONS = mutants.read("""
         loop.init_state: ~jnp.isfinite(x_.max(axis=-1)) -> (x_ != x_).all(axis=-1)
         test_a_row_in_which_every_token_is_forbidden_stops_with_a_reason
     a queue puts every new prompt into its first row
-        DecodeQueue._put: (driver.state, place, prefix, index) -> (driver.state, 0, prefix, index)
+        DecodeQueue._put: f_(x_, place, prefix, index) -> f_(x_, 0, prefix, index)
         test_every_prompt_gives_its_greedy_stream
     a prompt's last chunk counts its padding
         loop.feed_in_passes: np.clip(lengths - begin, 0, size) -> np.clip(lengths, 0, size)
@@ -384,7 +384,7 @@ MUTATIONS = mutants.read("""
         Timed.__exit__: total_ - self.compile_s -> total_
         test_compilation_is_no_part_of_the_time_of_a_run
     a warm-up forgets the samplers
-        SpeculativeDecoder.warmup: GenerateOptions.of(...) -> GenerateOptions(rounds_per_sync=1)
+        SpeculativeDecoder.warmup: GenerateOptions(...) -> GenerateOptions(rounds_per_sync=1)
         test_after_a_warmup_nothing_is_compiled[standalone]
     * a block sees the state of its own anchor
         Blocks._sees: token < anchor -> token <= anchor

@@ -1,11 +1,12 @@
-"""Builds what a ``SpeculativeDecoder`` is made of from its arguments, and checks it."""
+"""What a ``SpeculativeDecoder`` is made of: built from its arguments, and checked."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -24,11 +25,11 @@ from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.common.replicated import replicated
 from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.drafters.suffix import History
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, plain_rule
-from spec_jax.engine.engine import Engine
+from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.request import named_sampler
+from spec_jax.engine.stats import RunningStats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import has_copies, mesh_of, mesh_text, to_mesh, without_copies
@@ -36,23 +37,24 @@ from spec_jax.models import transformer
 from spec_jax.models.caches.rewriting import warn_if_rewritten
 from spec_jax.models.chunks import CHUNK
 from spec_jax.overlap import overlap
-from spec_jax.overlap.overlap import Devices, mesh_of_side
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, check_samplers, highest_temperature
 from spec_jax.sharding import REPLICATED, SHARDED
 from spec_jax.show.summary import ReprMixin
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class DecoderSpec(ReprMixin):
-    """Everything that a decoder was built from, checked for consistency.
+class DecoderParts(ReprMixin):
+    """Everything that a decoder is made of, checked for consistency.
+
+    Arguments and errors are those of ``SpeculativeDecoder``.
 
     Attributes:
       target: the target, on its mesh.
       draft: the draft or head, on its mesh, or None.
       model: the target's functions, with the states that the drafter reads.
       drafter: what drafts.
-      config: what drafts and which rule accepts; None: plain decoding.
+      given_config: what drafts and which rule accepts, before ``resolved_config``; None: plain
+        decoding.
       rule: a rule that replaces the config's strategy, or None.
       own_drafter: the name of a drafter that replaces the config's method, or None.
       target_sampler: how the target's tokens are drawn, where a call does not say.
@@ -60,32 +62,135 @@ class DecoderSpec(ReprMixin):
       has_expected: record the rule's closed-form acceptance.
       max_length: maximum tokens of a row, prompt and output together, or None.
       history: past outputs that the drafter copies from, or None.
-      adaptive: what adaptive decoding has measured; None where K is fixed.
+      adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
       loop: what decodes: ``decoding``, or an ``overlap.Overlap``.
       is_fallback: drafts were asked for, and the target cannot rewind.
       mesh: where the programs run; None: on the device of the weights, or overlapped.
       observers: what watches the rounds.
       prefill_chunk: tokens of a prompt that a pass has at most.
+      token: cancels every call.
+      totals: counts and times of all calls.
+      worker: the thread of asynchronous calls.
     """
 
-    target: LoadedModel
-    draft: LoadedModel | LoadedHead | None
-    model: Model
-    drafter: Drafter
-    config: SpeculativeConfig | None
-    rule: Rule | None
-    own_drafter: str | None
-    target_sampler: Samplers
-    draft_sampler: Samplers | None
-    has_expected: bool
-    max_length: int | None
-    history: History | None
-    adaptive: AdaptiveState | None
-    loop: Any
-    is_fallback: bool
-    mesh: Mesh | None
-    observers: tuple[Observer, ...] = ()
-    prefill_chunk: int = CHUNK
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | LoadedHead | None = None,
+        config: SpeculativeConfig | AsyncSpecConfig | None = None,
+        *,
+        target_sampler: Samplers | str | None = None,
+        draft_sampler: Samplers | None = None,
+        drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
+        rule: Rule | Callable[[], Rule] | str | None = None,
+        has_expected: bool = False,
+        force_n1: bool = False,
+        devices: overlap.Devices | None = None,
+        mesh: Mesh | str | None = None,
+        is_draft_replicated: bool = False,
+        observers: Sequence[Observer] = (),
+        prefill_chunk: int | None = None,
+    ):
+        if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
+            raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
+        check_loaded("target", target, LoadedModel)
+        if draft is not None:
+            check_loaded("draft", draft, LoadedModel | LoadedHead)
+        mesh, target, draft, is_replicated = place(
+            target, draft, mesh, devices, is_draft_replicated
+        )
+        target_sampler = named_sampler(target, target_sampler)
+        self.max_length: int | None = None
+        if isinstance(config, AsyncSpecConfig):
+            if target_sampler is not None or draft_sampler is not None:
+                raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
+            target_sampler = config.target_sampler
+            draft_sampler = config.draft_sampler
+            force_n1 = force_n1 or config.force_n1
+            self.max_length = config.max_tokens
+            has_drafts = not force_n1 or draft is not None or drafter is not None
+            method = "standalone" if draft is None else draft.method
+            config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
+        if not isinstance(config, SpeculativeConfig | None):
+            raise ConfigError(f"config is {config!r}; expected a SpeculativeConfig")
+        if config is None and draft is not None:
+            config = SpeculativeConfig(draft.method)
+        elif config is None and drafter is not None:
+            config = SpeculativeConfig()
+        check_samplers(target_sampler=target_sampler, draft_sampler=draft_sampler)
+        self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler
+        self.draft_sampler = draft_sampler
+        custom = None if drafter is None else named.to_drafter(drafter, target)
+        self.own_drafter = custom and custom.name
+        self.rule = None if rule is None else named.to_rule(rule)
+        if custom is not None or self.rule is not None:
+            target, draft = map(_on_one_mesh, (target, draft))
+        history = None
+        if custom is None:
+            check_same_tokens(target, draft)
+            history = config and registry.find(config.speculative_method).drafting.history
+        self.history = history and history(config)
+        self.target = target
+        self.draft = draft
+        self.given_config = config
+        self.model = tapped_model(target, draft)
+        drafter = with_adaptive(config, custom or make_drafter(config, self.model, draft))
+        self.drafter = replicated(drafter) if is_replicated else drafter
+        if drafter.vocab_size not in (None, target.model.vocab_size):
+            raise ConfigError(
+                f"the vocabularies differ: target {target.name} has {target.model.vocab_size} ids, "
+                f"drafter {drafter.name} has {drafter.vocab_size}"
+            )
+        is_adaptive = config is not None and config.is_adaptive
+        self.adaptive = AdaptiveState(config.buckets) if is_adaptive else None
+        self.is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
+        is_plain = force_n1 or self.is_fallback
+        states = {"target": (target.model.init_cache, target.params)}
+        if draft is not None and not is_plain:
+            states["draft"] = (self.drafter.init, beside_target(draft, draft.params, target.params))
+        warn_if_rewritten(states, stacklevel=3)
+        self.loop: Any = decoding
+        if devices is not None and not is_plain:
+            self.loop = overlap.make_loop(devices, stacklevel=3)
+        if is_adaptive and self.is_overlapped:
+            raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
+        self.mesh = None if self.is_overlapped else mesh
+        self.has_expected = has_expected
+        self.observers = check_observers(observers)
+        self.prefill_chunk = CHUNK
+        if prefill_chunk is not None:
+            self.prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+            if prefill_chunk > target.model.max_length:
+                raise ConfigError(
+                    f"prefill_chunk is {prefill_chunk}; {target.name} holds "
+                    f"{target.model.max_length} tokens"
+                )
+        self.system(self.target_sampler)  # refuses an invalid strategy or rule
+        if is_plain:
+            self.model = target.model
+            self.drafter = NO_DRAFT
+            self.given_config = self.rule = self.history = self.adaptive = None
+        self._begin_calls()
+
+    def _begin_calls(self) -> None:
+        self.token = CancellationToken()
+        self.totals = RunningStats()
+        self.worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
+
+    def with_parts(self, **parts: Any) -> Self:
+        """Returns a copy with some parts replaced, for tools that examine a decoder.
+
+        The parts are not checked against each other.
+
+        Args:
+          **parts: the new parts, by the names of attributes.
+        """
+        other = copy.copy(self)
+        for name, part in parts.items():
+            getattr(self, name)  # raises where there is no such part
+            setattr(other, name, part)
+        other._begin_calls()
+        return other
 
     @property
     def is_overlapped(self) -> bool:
@@ -95,7 +200,7 @@ class DecoderSpec(ReprMixin):
     @property
     def num_draft(self) -> int:
         """K; 0 for plain decoding."""
-        return 0 if self.config is None else self.config.num_speculative_tokens
+        return 0 if self.given_config is None else self.given_config.num_speculative_tokens
 
     def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
         """Returns the config as it is used with these samplers of the target.
@@ -103,9 +208,9 @@ class DecoderSpec(ReprMixin):
         Raises:
           ConfigError: the strategy cannot serve their temperature.
         """
-        if self.config is None:
+        if self.given_config is None:
             return None
-        return self.config.resolve(
+        return self.given_config.resolve(
             highest_temperature(samplers),
             is_sampled=self.drafter.is_sampled,
             default=self.drafter.strategy,
@@ -113,12 +218,16 @@ class DecoderSpec(ReprMixin):
             rule=self.rule and self.rule.name,
         )
 
-    def system(self, samplers: Samplers) -> decoding.System:
+    def system(self, samplers: Samplers | None = None) -> decoding.System:
         """Returns what is compiled for these samplers: target, drafter, rule and K.
+
+        Args:
+          samplers: of the target; by default the decoder's.
 
         Raises:
           ConfigError: the rule cannot serve their temperature, or what is drafted.
         """
+        samplers = self.target_sampler if samplers is None else samplers
         config = self.resolved_config(samplers)
         if self.rule is not None:
             rule = self.rule
@@ -151,32 +260,6 @@ class DecoderSpec(ReprMixin):
             overlap.check(system)
         return system
 
-    def engine(self, samplers: Samplers, observers: tuple[Observer, ...] = ()) -> Engine:
-        """Returns what runs one generation.
-
-        Args:
-          samplers: of the target.
-          observers: of this generation, beside the decoder's.
-        """
-        system = self.system(samplers)
-        system = system._replace(observers=(*system.observers, *observers))
-        return Engine(
-            system,
-            self.target,
-            self.draft,
-            self.history,
-            self.adaptive,
-            self.loop,
-            self.is_fallback,
-            self.mesh,
-        )
-
-    def for_warmup(self) -> DecoderSpec:
-        """Returns a spec whose calls teach this one nothing but the costs of each K."""
-        history = copy.copy(self.history)
-        adaptive = copy.copy(self.adaptive)
-        return dataclasses.replace(self, history=history, adaptive=adaptive)
-
     def _repr_fields(self) -> dict[str, str]:
         facts = {"": repr(self.target.name)}
         if self.num_draft == 0:
@@ -193,104 +276,6 @@ class DecoderSpec(ReprMixin):
             facts["mesh"] = mesh_text(self.mesh)
         return facts
 
-    def without_drafts(self) -> DecoderSpec:
-        """Returns the spec of decoding one token a pass."""
-        return dataclasses.replace(
-            self,
-            model=self.target.model,
-            drafter=NO_DRAFT,
-            config=None,
-            rule=None,
-            history=None,
-            adaptive=None,
-        )
-
-
-def make_spec(
-    target: LoadedModel,
-    draft: LoadedModel | LoadedHead | None,
-    config: SpeculativeConfig | AsyncSpecConfig | None,
-    *,
-    target_sampler: Samplers | str | None,
-    draft_sampler: Samplers | None,
-    drafter: Drafter | Callable | str | None,
-    rule: Rule | Callable | str | None,
-    has_expected: bool,
-    force_n1: bool,
-    devices: overlap.Devices | None,
-    mesh: Mesh | str | None,
-    is_draft_replicated: bool,
-    observers: Sequence[Observer],
-    prefill_chunk: int | None,
-) -> DecoderSpec:
-    """Resolves the arguments of ``SpeculativeDecoder``.
-
-    Args:
-      target, draft, config: see ``SpeculativeDecoder``, as for all options.
-
-    Raises:
-      ModelNotLoaded: target or draft is a path, a config, or has no weights.
-      ConfigError: the parts do not fit each other.
-    """
-    if isinstance(draft, SpeculativeConfig | AsyncSpecConfig):
-        raise ConfigError(f"draft is a {type(draft).__name__}; name it: config=...")
-    check_loaded("target", target, LoadedModel)
-    if draft is not None:
-        check_loaded("draft", draft, LoadedModel | LoadedHead)
-    where, target, draft, is_draft_whole = place(target, draft, mesh, devices, is_draft_replicated)
-    target_sampler = named_sampler(target, target_sampler)
-    config, target_sampler, draft_sampler, force_n1, max_length = _resolve_config(
-        config, target_sampler, draft_sampler, force_n1, draft, drafter
-    )
-    drafter = None if drafter is None else named.to_drafter(drafter, target)
-    rule = None if rule is None else named.to_rule(rule)
-    if drafter is not None or rule is not None:
-        target, draft = map(_on_one_mesh, (target, draft))
-    history = None
-    if drafter is None:
-        check_same_tokens(target, draft)
-        history = config and registry.find(config.speculative_method).drafting.history
-    model = tapped_model(target, draft)
-    drafts = with_adaptive(config, drafter or make_drafter(config, model, draft))
-    drafts = replicated(drafts) if is_draft_whole else drafts
-    if drafts.vocab_size not in (None, target.model.vocab_size):
-        raise ConfigError(
-            f"the vocabularies differ: target {target.name} has {target.model.vocab_size} ids, "
-            f"drafter {drafts.name} has {drafts.vocab_size}"
-        )
-    is_adaptive = config is not None and config.is_adaptive
-    is_fallback = config is not None and not (force_n1 or target.model.can_rewind)
-    states = {"target": (target.model.init_cache, target.params)}
-    if draft is not None and not (force_n1 or is_fallback):
-        states["draft"] = (drafts.init, beside_target(draft, draft.params, target.params))
-    warn_if_rewritten(states, stacklevel=4)
-    is_apart = devices is not None and not (force_n1 or is_fallback)
-    loop = overlap.make_loop(devices, stacklevel=4) if is_apart else decoding
-    if is_adaptive and loop is not decoding:
-        raise ConfigError("is_adaptive is set; an overlapped draft needs a fixed K")
-    spec = DecoderSpec(
-        target=target,
-        draft=draft,
-        model=model,
-        drafter=drafts,
-        config=config,
-        rule=rule,
-        own_drafter=drafter and drafter.name,
-        target_sampler=target_sampler,
-        draft_sampler=draft_sampler,
-        has_expected=has_expected,
-        max_length=max_length,
-        history=history and history(config),
-        adaptive=AdaptiveState(config.buckets) if is_adaptive else None,
-        loop=loop,
-        is_fallback=is_fallback,
-        mesh=where if loop is decoding else None,
-        observers=check_observers(observers),
-        prefill_chunk=_check_chunk(prefill_chunk, target),
-    )
-    spec.system(target_sampler)  # refuses an invalid strategy or rule
-    return spec.without_drafts() if force_n1 or is_fallback else spec
-
 
 def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | LoadedHead | None:
     """Returns a model whose weights lie on the mesh itself, see ``meshes.with_copies``.
@@ -304,39 +289,6 @@ def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | Loaded
         return jax.device_put(x, without_copies(x.sharding)) if has_copies(x) else x
 
     return dataclasses.replace(model, params=jax.tree.map(move, model.params))
-
-
-def _resolve_config(
-    config: SpeculativeConfig | AsyncSpecConfig | None,
-    target_sampler: Samplers | None,
-    draft_sampler: Samplers | None,
-    force_n1: bool,
-    draft: LoadedModel | LoadedHead | None,
-    drafter: Drafter | Callable | str | None,
-) -> tuple[SpeculativeConfig | None, Samplers, Samplers | None, bool, int | None]:
-    """Returns what a config of either shape says, with its defaults, and its maximum length.
-
-    Arguments and errors are those of ``make_spec``.
-    """
-    max_length = None
-    if isinstance(config, AsyncSpecConfig):
-        if target_sampler is not None or draft_sampler is not None:
-            raise ConfigError("samplers stand in the AsyncSpecConfig; give them once, there")
-        target_sampler = config.target_sampler
-        draft_sampler = config.draft_sampler
-        force_n1, max_length = force_n1 or config.force_n1, config.max_tokens
-        method = "standalone" if draft is None else draft.method
-        has_drafts = not force_n1 or draft is not None or drafter is not None
-        config = SpeculativeConfig(method, config.spec_k) if has_drafts else None
-    if not isinstance(config, SpeculativeConfig | None):
-        raise ConfigError(f"config is {config!r}; expected a SpeculativeConfig")
-    if config is None and draft is not None:
-        config = SpeculativeConfig(draft.method)
-    elif config is None and drafter is not None:
-        config = SpeculativeConfig()
-    check_samplers(target_sampler=target_sampler, draft_sampler=draft_sampler)
-    target_sampler = SamplerConfig() if target_sampler is None else target_sampler
-    return config, target_sampler, draft_sampler, force_n1, max_length
 
 
 def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
@@ -367,26 +319,11 @@ def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:
     return tuple(observers)
 
 
-def _check_chunk(chunk: int | None, target: LoadedModel) -> int:
-    """Returns the tokens of a prompt that a pass has at most.
-
-    Raises:
-      ConfigError: there are none, or more than the target's cache can have.
-    """
-    if chunk is None:
-        return CHUNK
-    if check_integer("prefill_chunk", chunk, 1) > target.model.max_length:
-        raise ConfigError(
-            f"prefill_chunk is {chunk}; {target.name} holds {target.model.max_length} tokens"
-        )
-    return chunk
-
-
 def place(
     target: LoadedModel,
     draft: LoadedModel | LoadedHead | None,
     mesh: Mesh | str | None,
-    devices: Devices | None,
+    devices: overlap.Devices | None,
     is_draft_replicated: bool,
 ) -> tuple[Mesh | None, LoadedModel, LoadedModel | LoadedHead | None, bool]:
     """Returns the target's mesh, target and draft on meshes, and whether the draft is replicated.
@@ -412,9 +349,9 @@ def place(
         )
     is_there = mesh is None and devices is None
     mesh = draft_mesh = mesh_of(target.params) if mesh is None else to_mesh(mesh)
-    if isinstance(devices, Devices):
-        mesh = mesh_of_side(devices.target)
-        draft_mesh = mesh if devices.shared else mesh_of_side(devices.draft)
+    if isinstance(devices, overlap.Devices):
+        mesh = overlap.mesh_of_side(devices.target)
+        draft_mesh = mesh if devices.shared else overlap.mesh_of_side(devices.draft)
     if is_draft_replicated and (draft_mesh is None or draft is None):
         lacks = "mesh" if draft_mesh is None else "draft model or head"
         raise ConfigError(f"is_draft_replicated is set, and there is no {lacks}")

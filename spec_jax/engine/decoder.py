@@ -5,36 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from spec_jax import decoding
 from spec_jax.config import AsyncSpecConfig, SpeculativeConfig, check_integer
-from spec_jax.contracts import Drafter, Observer, Rule
+from spec_jax.contracts import Observer
 from spec_jax.engine import request, stats
-from spec_jax.engine.build import make_spec
-from spec_jax.engine.cancellation import CancellationToken, RowCancellation
-from spec_jax.engine.driver import Driver
+from spec_jax.engine.build import DecoderParts
+from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.engine import Engine
 from spec_jax.engine.generation import Generation
-from spec_jax.engine.options import NAMES, GenerateOptions
-from spec_jax.engine.request import Messages, Prompt, refuse_options
-from spec_jax.engine.session import Session
+from spec_jax.engine.request import GenerateOptions, Messages, Prompt, refuse_options
 from spec_jax.engine.stream import Stream
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
 from spec_jax.meshes import mesh_of
-from spec_jax.overlap import overlap
 from spec_jax.sampling import Samplers
-from spec_jax.show.summary import ReprMixin
 
 
-class SpeculativeDecoder(ReprMixin):
+class SpeculativeDecoder(DecoderParts):
     """Decodes a target model, faster with a draft, without changing its output distribution.
 
     Concurrent calls are safe, from threads and from tasks: each has its own state, and its result
@@ -87,40 +79,10 @@ class SpeculativeDecoder(ReprMixin):
 
     Attributes:
       adaptive: costs and acceptance that adaptive decoding has measured; None where K is fixed.
-
     Raises:
       ModelNotLoaded: target or draft is a path, a config, or has no weights.
       ConfigError: the parts do not fit each other.
     """
-
-    def __init__(
-        self,
-        target: LoadedModel,
-        draft: LoadedModel | LoadedHead | None = None,
-        config: SpeculativeConfig | AsyncSpecConfig | None = None,
-        *,
-        target_sampler: Samplers | str | None = None,
-        draft_sampler: Samplers | None = None,
-        drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
-        rule: Rule | Callable[[], Rule] | str | None = None,
-        has_expected: bool = False,
-        force_n1: bool = False,
-        devices: overlap.Devices | None = None,
-        mesh: Mesh | str | None = None,
-        is_draft_replicated: bool = False,
-        observers: Sequence[Observer] = (),
-        prefill_chunk: int | None = None,
-    ):
-        arguments = locals()
-        del arguments["self"]
-        self._spec = make_spec(**arguments)
-        self.target, self.draft = self._spec.target, self._spec.draft
-        self.target_sampler = self._spec.target_sampler
-        self.draft_sampler = self._spec.draft_sampler
-        self.adaptive, self.mesh = self._spec.adaptive, self._spec.mesh
-        self._token = CancellationToken()
-        self._totals = stats.RunningStats()
-        self._worker = ThreadPoolExecutor(1, "spec_jax")  # starts with the first asynchronous call
 
     @classmethod
     def new_n1(
@@ -155,21 +117,6 @@ class SpeculativeDecoder(ReprMixin):
         """
         return cls(target, draft, config, force_n1=True, **options)
 
-    def with_parts(self, **parts: Any) -> SpeculativeDecoder:
-        """Returns a copy of the decoder with some parts replaced, for tools that examine a decoder.
-
-        The parts are not checked against each other.
-
-        Args:
-          **parts: the new parts by name, see ``engine.build.DecoderSpec``.
-        """
-        other = copy.copy(self)
-        other._spec = dataclasses.replace(self._spec, **parts)
-        other._token = CancellationToken()
-        other._totals = stats.RunningStats()
-        other._worker = ThreadPoolExecutor(1, "spec_jax")
-        return other
-
     def with_params(self, target: Any = None, draft: Any = None) -> SpeculativeDecoder:
         """Returns a decoder with other weights, which runs the same compiled programs.
 
@@ -187,16 +134,11 @@ class SpeculativeDecoder(ReprMixin):
         for name, params in (("target", target), ("draft", draft)):
             if params is None:
                 continue
-            model = getattr(self._spec, name)
+            model = getattr(self, name)
             if model is None:
                 raise ConfigError("params of a draft are given; this decoder has none")
             models[name] = dataclasses.replace(model, params=_like(params, model.params, name))
-        other = self.with_parts(**models)
-        other.target, other.draft = other._spec.target, other._spec.draft
-        return other
-
-    def _repr_fields(self) -> dict[str, str]:
-        return self._spec._repr_fields()
+        return self.with_parts(**models)
 
     @property
     def config(self) -> SpeculativeConfig | None:
@@ -207,34 +149,16 @@ class SpeculativeDecoder(ReprMixin):
         return self.resolved_config(self.target_sampler)
 
     @property
-    def is_overlapped(self) -> bool:
-        """Whether drafting runs on devices of its own while the target verifies."""
-        return self._spec.is_overlapped
-
-    @property
-    def num_draft(self) -> int:
-        """K, the maximum number of drafted tokens a round; 0 for plain decoding."""
-        return self._spec.num_draft
-
-    @property
     def stats(self) -> stats.Stats:
         """Counts and times of all calls since ``reset_stats``, cancelled ones included.
 
         A call is counted when it ends; a row of a ``DecodeQueue`` is counted when it is yielded.
         """
-        return self._totals.value
-
-    def count(self, counted: stats.Stats) -> None:
-        """Adds counts and times to ``stats``; a ``DecodeQueue`` does this automatically.
-
-        Args:
-          counted: counts and times.
-        """
-        self._totals.add(counted)
+        return self.totals.value
 
     def reset_stats(self) -> None:
         """Starts counting again."""
-        self._totals.reset()
+        self.totals.reset()
 
     @property
     def cancellation_token(self) -> CancellationToken:
@@ -243,20 +167,8 @@ class SpeculativeDecoder(ReprMixin):
         Once this property has been read, every call checks the token after each round. A call that
         was already running checks it within 32 rounds, or within its ``rounds_per_sync``.
         """
-        self._token.is_exposed = True
-        return self._token
-
-    def resolved_config(self, samplers: Samplers) -> SpeculativeConfig | None:
-        """Returns the config with every default filled in, for these samplers of the target.
-
-        Raises:
-          ConfigError: the strategy cannot serve their temperature.
-        """
-        return self._spec.resolved_config(samplers)
-
-    def system(self, samplers: Samplers | None = None) -> decoding.System:
-        """Returns the system that is compiled for these samplers: target, drafter, rule and K."""
-        return self._spec.system(self.target_sampler if samplers is None else samplers)
+        self.token.is_exposed = True
+        return self.token
 
     def engine(
         self, samplers: Samplers | None = None, observers: tuple[Observer, ...] = ()
@@ -270,8 +182,7 @@ class SpeculativeDecoder(ReprMixin):
         Raises:
           ConfigError: the rule cannot serve their temperature.
         """
-        samplers = self.target_sampler if samplers is None else samplers
-        return self._spec.engine(samplers, observers)
+        return Engine(self, self.target_sampler if samplers is None else samplers, observers)
 
     def params(self, batch: int | None = None) -> dict:
         """Returns ``{"target": ..., "draft": ...}``, see ``Engine.params``."""
@@ -393,9 +304,24 @@ class SpeculativeDecoder(ReprMixin):
             of all rows.
           InvalidVerdictError: likewise, the rule returned an inconsistent Verdict.
         """
-        options = GenerateOptions.of(locals())
         refuse_options(unknown, self.generate)
-        stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
+        options = GenerateOptions(
+            messages=messages,
+            max_length=max_length,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            sampler=sampler,
+            draft_sampler=draft_sampler,
+            seeds=seeds,
+            cancellation_token=cancellation_token,
+            rounds_per_sync=rounds_per_sync,
+            pad_to=pad_to,
+            logprobs=logprobs,
+            num_samples=num_samples,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        has_pieces = on_token is not None
+        stream = Stream(self, prompts, max_new_tokens, options, has_pieces=has_pieces)
         return stream.drain(on_token, has_progress)
 
     def stream(
@@ -423,8 +349,8 @@ class SpeculativeDecoder(ReprMixin):
           PromptError, ConfigError: raised by this call; other errors of ``generate`` are raised
             while iterating.
         """
-        refuse_options(options, self.stream, NAMES)
-        return self._stream(prompts, max_new_tokens, GenerateOptions(**options), True)
+        refuse_options(options, self.stream, GenerateOptions.__dataclass_fields__)
+        return Stream(self, prompts, max_new_tokens, GenerateOptions(**options))
 
     async def generate_async(
         self,
@@ -445,9 +371,10 @@ class SpeculativeDecoder(ReprMixin):
           on_token: as above.
           **options: see ``generate``; rounds_per_sync is 1 by default.
         """
-        refuse_options(options, self.generate_async, NAMES)
+        refuse_options(options, self.generate_async, GenerateOptions.__dataclass_fields__)
         options = GenerateOptions(**{"rounds_per_sync": 1, **options})
-        stream = self._stream(prompts, max_new_tokens, options, on_token is not None)
+        has_pieces = on_token is not None
+        stream = Stream(self, prompts, max_new_tokens, options, has_pieces=has_pieces)
         return await stream.drain_async(on_token)
 
     def warmup(
@@ -491,27 +418,30 @@ class SpeculativeDecoder(ReprMixin):
           PromptError: a prompt and its output exceed what the target can hold.
           ConfigError: an argument that ``generate`` would refuse.
         """
-        options = GenerateOptions.of({**locals(), "rounds_per_sync": 1})
         refuse_options(unknown, self.warmup)
+        options = GenerateOptions(
+            max_length=max_length,
+            stop_tokens=stop_tokens,
+            sampler=sampler,
+            draft_sampler=draft_sampler,
+            rounds_per_sync=1,
+            pad_to=pad_to,
+            logprobs=logprobs,
+            num_samples=num_samples,
+        )
         lengths = [prompt_lengths] if np.ndim(prompt_lengths) == 0 else prompt_lengths
         rows = check_integer("batch", batch, 1)
-        totals = stats.RunningStats()
+        seconds = 0.0
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
-            spec = self._spec.for_warmup()
-            Session(spec, self._token, totals, ids, max_new_tokens, options).warm_up()
-        return totals.value.compile_s
-
-    def _stream(
-        self, prompts, max_new_tokens, options: GenerateOptions, has_pieces: bool
-    ) -> Stream:
-        args = (self._spec, self._token, self._totals, prompts, max_new_tokens, options)
-        return Stream(Session(*args, has_pieces=has_pieces), self._worker)
-
-    def driver(self, options: GenerateOptions) -> Driver:
-        """Returns what runs the rows of a ``DecodeQueue``, which are cancelled together."""
-        cancellation = RowCancellation(self._token, options.cancellation_token, 1)
-        return Driver(self._spec, options, cancellation, self.count)
+            # What such a call teaches is forgotten, but for the costs of each K.
+            history, adaptive = copy.copy(self.history), copy.copy(self.adaptive)
+            decoder = self.with_parts(history=history, adaptive=adaptive)
+            decoder.token = self.token
+            stream = Stream(decoder, ids, max_new_tokens, options, has_pieces=False)
+            stream.warm_up()
+            seconds += decoder.stats.compile_s
+        return seconds
 
     def output_limits(
         self,
@@ -532,7 +462,7 @@ class SpeculativeDecoder(ReprMixin):
           PromptError: a prompt leaves no room for output.
         """
         refuse_options(unknown, self.output_limits)
-        return request.output_limits(ids, max_new_tokens, max_length, self._spec.max_length)
+        return request.output_limits(ids, max_new_tokens, max_length, self.max_length)
 
 
 def _like(params: Any, present: Any, name: str) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,10 +16,11 @@ from spec_jax import decoding
 from spec_jax.compilation import Timed
 from spec_jax.decoding import Finish
 from spec_jax.engine import request
-from spec_jax.engine.build import DecoderSpec
+from spec_jax.engine.build import DecoderParts
 from spec_jax.engine.cancellation import RowCancellation
-from spec_jax.engine.generation import Generation, collect
-from spec_jax.engine.options import GenerateOptions
+from spec_jax.engine.engine import Engine
+from spec_jax.engine.generation import Generation
+from spec_jax.engine.request import GenerateOptions
 from spec_jax.engine.stats import Stats
 from spec_jax.engine.text import TextTracker
 from spec_jax.errors import ConfigError
@@ -39,17 +41,18 @@ class Row(NamedTuple):
 
 
 class Driver:
-    """Runs the rounds of rows, follows their text, and collects those that have ended.
+    """Runs the rounds of rows, follows their text, and counts those that have ended.
 
     Args:
-      spec: of the decoder.
+      decoder: whose call or queue it is.
       options: of the call or the queue.
-      cancellation: says which rows are cancelled.
       count: gets the times of what runs, and the counts of each row that is collected.
+      batch: B, where rows are cancelled one by one; 1 where they are cancelled together.
       has_pieces: whether text is streamed.
 
     Attributes:
       engine: runs the programs.
+      cancellation: says which rows are cancelled.
       samplers: the target's, one for all rows or several.
       draft_samplers: the draft's, likewise; None: see ``sampling.draft_samplers``.
       stop_tokens: ids at which a row ends.
@@ -64,28 +67,29 @@ class Driver:
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        decoder: DecoderParts,
         options: GenerateOptions,
-        cancellation: RowCancellation,
         count: Callable[[Stats], None],
         *,
+        batch: int = 1,
         has_pieces: bool = False,
     ):
-        target = spec.target
+        target = decoder.target
+        self.cancellation = RowCancellation(decoder.token, options.cancellation_token, batch)
         self._tokenizer = target.tokenizer
         self._stops = request.stop_strings(target, options.stop)
         if has_pieces and target.tokenizer is None:
             raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
         sampler = request.named_sampler(target, options.sampler)
         check_samplers(sampler=sampler, draft_sampler=options.draft_sampler)
-        self.samplers = spec.target_sampler if sampler is None else sampler
+        self.samplers = decoder.target_sampler if sampler is None else sampler
         drafts = options.draft_sampler
-        self.draft_samplers = spec.draft_sampler if drafts is None else drafts
+        self.draft_samplers = decoder.draft_sampler if drafts is None else drafts
         stop_tokens = options.stop_tokens
         self.stop_tokens = target.stop_tokens if stop_tokens is None else stop_tokens
-        self.engine = spec.engine(self.samplers, (decoding.LOGPROBS,) if options.logprobs else ())
+        observers = (decoding.LOGPROBS,) if options.logprobs else ()
+        self.engine = Engine(decoder, self.samplers, observers)
         self.has_pieces = has_pieces
-        self.cancellation = cancellation
         self.count = count
         self.rows: dict[int, Row] = {}
         self.state: decoding.DecodeState | None = None
@@ -101,29 +105,28 @@ class Driver:
           index: of its prompt.
           prompt: its ids.
         """
-        options = {"has_pieces": self.has_pieces}
-        text = TextTracker(self._tokenizer, prompt, self._stops, **options)
+        text = TextTracker(self._tokenizer, prompt, self._stops, has_pieces=self.has_pieces)
         self.rows[place] = Row(index, prompt, text)
 
-    def timed(self, name: str | None, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function and counts its time, with compilation apart.
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Counts the time of a block, with compilation apart.
 
         Args:
-          name: the time's, in ``Stats``; None: only compilation counts.
-          function: what is called.
-          *args: its arguments.
+          name: the time's, in ``Stats``.
         """
         with Timed() as timed:
-            result = function(*args)
-        times = {} if name is None else {name: timed.run_s}
-        self.count(Stats(compile_s=timed.compile_s, **times))
-        return result
+            yield
+        self.count(Stats(**{"compile_s": timed.compile_s, name: timed.run_s}))
 
     def prefill(self, prompts: request.Request) -> decoding.DecodeState:
         """Returns the state of prefilled prompts: of the batch, or of rows to insert into it."""
         batch = len(prompts.limits if self.state is None else self.state.limit)
-        self.timed(None, self.engine.params, batch)  # lays weights out: no part of the times
-        return self.timed("prefill_s", lambda: jax.block_until_ready(self.engine.prefill(prompts)))
+        with Timed() as timed:
+            self.engine.params(batch)  # lays weights out: no part of the times
+        self.count(Stats(compile_s=timed.compile_s))
+        with self.timed("prefill_s"):
+            return jax.block_until_ready(self.engine.prefill(prompts))
 
     def num_rounds(self, limit: int = ROUNDS_UNWATCHED) -> int:
         """Returns how many rounds to run before the next look, at most ``limit``."""
@@ -138,10 +141,9 @@ class Driver:
           num_rounds: maximum number of rounds.
           min_active: return as soon as fewer rows are active.
         """
-        with Timed() as timed:
+        with self.timed("decode_s"):
             rounds = self.engine.generate(self.state, ending, num_rounds, min_active)
             self.state, self.chunk = rounds
-        self.count(Stats(decode_s=timed.run_s, compile_s=timed.compile_s))
         self._begin_s = time.perf_counter()
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
@@ -164,21 +166,13 @@ class Driver:
         self.count(Stats(decode_s=time.perf_counter() - self._begin_s))
         return finish, ending
 
-    def collect(self, row: Row, record: decoding.Record) -> Generation:
-        """Returns what a row has produced.
-
-        Args:
-          row: one that has ended.
-          record: its own.
-        """
-        return collect(record, row.text, self.engine.system)
-
     def count_row(self, found: Generation) -> None:
-        """Counts a row that is collected, and remembers its tokens.
+        """Counts a row that is collected, and remembers its tokens for drafters that copy them.
 
         Args:
           found: what it has produced.
         """
-        self.engine.remember(found.tokens)
-        is_fallback = int(self.engine.is_fallback)
-        self.count(dataclasses.replace(found.stats, n1_fallbacks=is_fallback))
+        decoder = self.engine.decoder
+        if decoder.history is not None:
+            decoder.history.add(found.tokens)
+        self.count(dataclasses.replace(found.stats, n1_fallbacks=int(decoder.is_fallback)))

@@ -17,10 +17,10 @@ from spec_jax.config import SamplerConfig, check_integer
 from spec_jax.decoding import Finish
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.driver import ROUNDS_UNWATCHED, Row
-from spec_jax.engine.generation import Generation, describe_nan_drafts, fault_of
-from spec_jax.engine.options import GenerateOptions
+from spec_jax.engine.driver import ROUNDS_UNWATCHED, Driver, Row
+from spec_jax.engine.generation import Generation, collect, describe_nan_drafts, fault_of
 from spec_jax.engine.request import (
+    GenerateOptions,
     Prompt,
     Request,
     check_room,
@@ -118,6 +118,10 @@ class DecodeQueue:
         "cancelled". A prompt that is still being fed is dropped.
       logprobs: return the log-probabilities of the output tokens, ``Generation.logprobs``.
 
+    Attributes:
+      usage: row-rounds until the queue was found empty.
+      tail: row-rounds since then, in which finished rows are idle.
+
     Raises:
       ConfigError: an invalid number, samplers that the rule cannot serve, a decoder that overlaps
         drafting, or an iterator of prompts without ``max_prompt_tokens``.
@@ -144,7 +148,6 @@ class DecodeQueue:
         logprobs: bool = False,
         **unknown: Never,
     ):
-        options = GenerateOptions.of(locals())
         refuse_options(unknown, DecodeQueue)
         if decoder.is_overlapped:
             raise ConfigError(
@@ -153,7 +156,15 @@ class DecodeQueue:
             )
         self._decoder = decoder
         self._chat_template_kwargs = chat_template_kwargs
-        self._driver = decoder.driver(options)
+        options = GenerateOptions(
+            stop=stop,
+            stop_tokens=stop_tokens,
+            sampler=sampler,
+            draft_sampler=draft_sampler,
+            cancellation_token=cancellation_token,
+            logprobs=logprobs,
+        )
+        self._driver = Driver(decoder, options, decoder.totals.add)
         self._batch = check_integer("batch", batch, 1)
         if max_prompt_tokens is None:
             prompts, max_prompt_tokens = self._encoded(prompts)
@@ -174,19 +185,9 @@ class DecodeQueue:
         self._is_empty = False
         self._error = None
         self._feeding: list[_Feeding] = []
-        self._usage = Usage()
-        self._tail = Usage()
+        self.usage = Usage()
+        self.tail = Usage()
         self._results = self._run()
-
-    @property
-    def usage(self) -> Usage:
-        """Row-rounds until the queue was found empty."""
-        return self._usage
-
-    @property
-    def tail(self) -> Usage:
-        """Row-rounds since the queue was found empty, in which finished rows are idle."""
-        return self._tail
 
     def __iter__(self) -> Iterator[tuple[int, Generation]]:
         return self
@@ -220,14 +221,18 @@ class DecodeQueue:
                 break
             yield from map(self._collect, finished)  # the host's work, while the device decodes
             finish, ending = driver.look()
-            self._count(B * int(driver.chunk.rounds), int(driver.chunk.row_rounds))
+            rounds = B * int(driver.chunk.rounds), int(driver.chunk.row_rounds)
+            if self._is_empty:
+                self.tail = self.tail.plus(*rounds)
+            else:
+                self.usage = self.usage.plus(*rounds)
             has_ended = (finish != Finish.RUNNING) | (ending != Finish.RUNNING)
             free = [place for place in driver.rows if has_ended[place]]
-
-            def read(place):
-                return driver.timed("decode_s", driver.engine.read, driver.state, place)
-
-            finished = [(driver.rows.pop(place), read(place)) for place in free]
+            finished = []
+            for place in free:
+                with driver.timed("decode_s"):
+                    record = driver.engine.read(driver.state, place)
+                finished.append((driver.rows.pop(place), record))
             taken = dict(zip(free, self._pull(len(free))))
         yield from map(self._collect, finished)
         if self._error is not None:
@@ -287,9 +292,6 @@ class DecodeQueue:
             samples=samples,
         )
 
-    def _start(self, requests: list[_Request], samples: int = 1) -> decoding.DecodeState:
-        return self._driver.prefill(self._request(requests, samples))
-
     def _insert(self, taken: dict[int, _Request]) -> None:
         """Prefills the new prompts of places together, and inserts them.
 
@@ -302,19 +304,20 @@ class DecodeQueue:
         def is_late(ids):
             return not is_alone and len(ids) > driver.engine.system.prefill_chunk
 
-        groups = self._together(taken, is_late, batch)
-        if len(groups) == 1 and len(taken) == batch:
-            driver.state = self._start([taken[place] for place in sorted(taken)])  # all are new
+        if len(taken) == batch and len(self._together(taken, is_late, batch)) == 1:
+            requests = [taken[place] for place in sorted(taken)]  # all rows are new
+            driver.state = driver.prefill(self._request(requests))
             for place, request in taken.items():
                 driver.add(place, *request)
             return
+        rest = taken
         if driver.state is None and taken:  # one prompt is in all rows, until they get their own
-            place = min(taken, key=lambda place: len(taken[place][1]))
-            driver.state = self._start([taken[place]] * batch, samples=batch)
-            driver.add(place, *taken.pop(place))
-            groups = self._together(taken, is_late, batch)
-        for places in groups:
-            group = {place: taken[place] for place in places}
+            first = min(taken, key=lambda place: len(taken[place][1]))
+            driver.state = driver.prefill(self._request([taken[first]] * batch, samples=batch))
+            driver.add(first, *taken[first])
+            rest = {place: request for place, request in taken.items() if place != first}
+        for places in self._together(rest, is_late, batch):
+            group = {place: rest[place] for place in places}
             requests = [*group.values()]
             if len(places) > 1:  # two numbers of rows compile; what fills up is never read
                 requests += requests[-1:] * (batch - len(places))
@@ -322,13 +325,13 @@ class DecodeQueue:
                 steps = driver.engine.prefill_by_chunk(self._request(requests))
                 self._feeding.append(_Feeding(group, steps))
             else:
-                self._put(group, self._start(requests))
+                self._put(group, driver.prefill(self._request(requests)))
 
     def _put(self, group: dict[int, _Request], prefix: decoding.DecodeState) -> None:
         driver = self._driver
         for index, (place, request) in enumerate(group.items()):
-            args = (driver.state, place, prefix, index)
-            driver.state = driver.timed("prefill_s", driver.engine.insert, *args)
+            with driver.timed("prefill_s"):
+                driver.state = driver.engine.insert(driver.state, place, prefix, index)
             driver.add(place, *request)
 
     def _feed(self) -> bool:
@@ -340,7 +343,8 @@ class DecodeQueue:
         driver = self._driver
         while not (is_over := bool(driver.cancellation.rows())) and self._feeding:
             group, steps = self._feeding[0]
-            prefix = driver.timed("prefill_s", lambda: jax.block_until_ready(next(steps)))
+            with driver.timed("prefill_s"):
+                prefix = jax.block_until_ready(next(steps))
             if prefix is not None:
                 del self._feeding[0]
                 self._put(group, prefix)
@@ -372,17 +376,11 @@ class DecodeQueue:
             result += [places] if is_even else [[place] for place in places]
         return result
 
-    def _count(self, row_rounds: int, useful: int) -> None:
-        if self._is_empty:
-            self._tail = self._tail.plus(row_rounds, useful)
-        else:
-            self._usage = self._usage.plus(row_rounds, useful)
-
     def _collect(self, finished: tuple[Row, decoding.Record]) -> tuple[int, Generation]:
         row, record = finished
-        generation = self._driver.collect(row, jax.device_get(record))
-        self._driver.count_row(generation)
         system = self._driver.engine.system
+        generation = collect(jax.device_get(record), row.text, system)
+        self._driver.count_row(generation)
         sampler = sampler_of(self._driver.samplers, row.index)
         fault = fault_of(generation, system, sampler, row.prompt)
         if generation.stats.nan_drafts and not self._has_warned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +17,7 @@ from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import Text, parse_record
 from spec_jax.decoding import System
 from spec_jax.decoding.loop import passes_of
+from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.errors import ConfigError, PromptError, did_you_mean
 from spec_jax.loading import LoadedModel
 from spec_jax.sampling import Sampler, Samplers
@@ -26,6 +28,25 @@ Prompt = str | Sequence[int] | Messages
 
 _MAX_NEW_TOKENS = 128
 _SLOT_BUCKET = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """What ``generate``, ``stream`` and ``generate_async`` take beside prompts."""
+
+    messages: Messages | Sequence[Messages] | None = None
+    max_length: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_tokens: Sequence[int] | None = None
+    sampler: Samplers | str | None = None
+    draft_sampler: Samplers | None = None
+    seeds: Sequence[int] | None = None
+    cancellation_token: CancellationToken | Sequence[CancellationToken] | None = None
+    rounds_per_sync: int | None = None
+    pad_to: int = 0
+    logprobs: bool = False
+    num_samples: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 def encode(

@@ -55,7 +55,7 @@ def shortened(drafter, longest=LONGEST):
 
 
 def short(decoder, longest=LONGEST):
-    return decoder.with_parts(drafter=shortened(decoder._spec.drafter, longest))
+    return decoder.with_parts(drafter=shortened(decoder.drafter, longest))
 
 
 def check_offers(decoder, prompts, rows):

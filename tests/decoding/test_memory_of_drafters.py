@@ -81,7 +81,7 @@ def learned(decoder) -> list[list[int]]:
 
 @pytest.mark.exhaustive
 def test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder(remembering):
-    target, history = remembering.target, remembering._spec.history
+    target, history = remembering.target, remembering.history
     again = SpeculativeDecoder(target, config=remembering.config, target_sampler=WARM)
     again = again.with_parts(history=history)
     before = history.num_updates

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.regenerate import share_done
 from spec_jax import progress, testing
-from spec_jax.engine import session as watch
+from spec_jax.engine import stream as watch
 from spec_jax.engine.decoder import SpeculativeDecoder
 
 

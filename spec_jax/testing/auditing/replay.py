@@ -89,7 +89,7 @@ def replay(
     )
     found: dict[int, list[np.ndarray]] = {row: [] for row in until}
     begin = np.asarray([len(prompt) for prompt in call.prompts])
-    with use_mesh(engine.mesh):
+    with use_mesh(decoder.mesh):
         *arrays, slots, _ = request
         fed = decoding.feed(engine.params()["target"], *arrays[:2], system, slots)
         first = np.asarray(fed[1])
