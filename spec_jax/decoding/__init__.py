@@ -3,7 +3,6 @@
 from spec_jax.decoding.calls import call_accept
 from spec_jax.decoding.loop import (
     feed,
-    feed_chunk,
     feed_in_passes,
     finish_feeding,
     generate,
@@ -47,7 +46,6 @@ __all__ = [
     "emit",
     "expected_acceptance",
     "feed",
-    "feed_chunk",
     "feed_in_passes",
     "finish_feeding",
     "generate",

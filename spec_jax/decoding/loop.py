@@ -34,6 +34,7 @@ from spec_jax.sharding import constrain, constrain_state, replicate, take_rows
 
 _PASSES = (512, 128, 32)  # tokens of a pass over prompts on a CPU, where each token costs
 _UNPADDED = (512, 64, 8, 1)  # likewise, of prompts that cannot be padded
+_DRAFT_PASS = 128  # likewise, of the draft's, which are of one size
 _MIN_FILLED = 0.625  # of a pass with padding; less is fed in shorter passes
 
 
@@ -107,6 +108,8 @@ def prefill(
     )
     if T > slots:
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
+    if system.prefill_chunk < 1:
+        raise ShapeError(f"prefill_chunk is {system.prefill_chunk}; expected 1 or more tokens")
     if samples < 1 or B % samples:
         raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
     # Programs that are compiled only for what they depend on: drafters, rules and Ks share them.
@@ -116,7 +119,9 @@ def prefill(
     request = (tokens, lengths, limit, stop_tokens, sampler, draft_sampler)
     state, first = init_state(*request, logits, is_argmax=system.rule.is_greedy, slots=slots)
     prompts = (tokens, lengths, first, features)
-    chunk = chunk_of(T, system, _PASSES[1] if jax.default_backend() == "cpu" else None)
+    chunk = system.prefill_chunk
+    if _costs_by_token():
+        chunk = min(chunk, _DRAFT_PASS)
     draft = _prefill_draft(
         params["draft"], *prompts, drafter=system.drafter, slots=slots, chunk=chunk
     )
@@ -132,35 +137,25 @@ def prefill(
     )
 
 
-def chunk_of(num_tokens: int, system: System, most: int | None = None) -> int | None:
-    """Returns how many tokens a pass over prompts of this width has; None if one pass has all.
+def _costs_by_token() -> bool:
+    """Whether each token of a pass over prompts costs, as on a CPU.
 
-    Args:
-      num_tokens: T.
-      system: the tokens of a chunk.
-      most: at most so many instead, or None.
-
-    Raises:
-      ShapeError: ``system.prefill_chunk`` is below 1.
+    On an accelerator a pass costs a read of the weights, so chunks are not split there.
     """
-    if system.prefill_chunk < 1:
-        raise ShapeError(f"prefill_chunk is {system.prefill_chunk}; expected 1 or more tokens")
-    chunk = min(system.prefill_chunk, most or num_tokens)
-    return chunk if num_tokens > chunk else None
+    return jax.default_backend() == "cpu"
 
 
 def pass_sizes(system: System) -> list[int]:
     """Returns how many tokens of a row a pass over prompts may have, the largest first.
 
-    A few sizes serve prompts of every length, so few programs are compiled. On an accelerator a
-    pass costs a read of the weights, so chunks are not split.
+    A few sizes serve prompts of every length, so few programs are compiled.
 
     Args:
       system: the target, and the tokens of a chunk.
     """
     sizes = _UNPADDED
     if system.target.can_rewind:
-        sizes = _PASSES if jax.default_backend() == "cpu" else ()
+        sizes = _PASSES if _costs_by_token() else ()
     chunk = system.prefill_chunk
     return [chunk, *(size for size in sizes if size < chunk)]
 
@@ -202,8 +197,10 @@ def feed_in_passes(params, tokens, lengths, system, slots) -> Iterator[tuple[int
     for begin, size in passes_of(int(lengths.max()), T, system):
         part = tokens[:, begin : begin + size]
         n = np.clip(lengths - begin, 0, size).astype(np.int32)
-        options = dict(target=system.target, slots=slots, num_tokens=T)
-        fed = feed_chunk(params, fed, part, n, np.int32(begin), **options)
+        if fed is None:
+            sizes = dict(batch=len(tokens), slots=slots, num_tokens=T)
+            fed = _start_chunks(params, target=system.target, **sizes)
+        fed = _feed_chunk(params, fed, part, n, np.int32(begin), target=system.target)
         yield begin + size, fed
 
 
@@ -227,7 +224,7 @@ def feed(params, tokens, lengths, system, slots):
     T = tokens.shape[1]
     is_known = not any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths))
     if not is_known or target.can_rewind and T <= _PASSES[-1]:
-        sizes = {"slots": slots, "chunk": chunk_of(T, system)}
+        sizes = {"slots": slots, "chunk": system.prefill_chunk}
         return prefill_target(params, tokens, lengths, target=target, **sizes)
     *_, (_, fed) = feed_in_passes(params, tokens, lengths, system, slots)
     return finish_feeding(params, fed, system)
@@ -256,8 +253,9 @@ def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
     """
     with jax.named_scope("prefill"):
         fed = target.init_cache(params, len(tokens), slots), None, None
-        if chunk is not None:
-            fed = _before_chunks(params, len(tokens), target, slots, tokens.shape[1])
+        T = tokens.shape[1]
+        if chunk is not None and T > chunk:
+            fed = _before_chunks(params, len(tokens), target, slots, T)
         step = functools.partial(_feed, params, target)
         cache, last, features = over_chunks(step, fed, (tokens,), lengths, chunk)
         return cache, target.unembed(params, last), features
@@ -291,28 +289,6 @@ def _before_chunks(params, batch, target, slots, num_tokens):
 
     features = None if one.features is None else empty(one.features, num_tokens)
     return constrain_state(cache), empty(one.hidden, 1), features
-
-
-def feed_chunk(params, fed, tokens, n, begin, *, target, slots, num_tokens):
-    """Feeds one chunk of prompts to the target, so that other rows can decode before the next one.
-
-    Args:
-      params: the target's parameters.
-      fed: the result for the chunk before this one, which is donated; None for the first chunk.
-      tokens: i32[B,C], the chunk.
-      n: i32[B], how many tokens of it count.
-      begin: i32[], its first token's place in the prompts.
-      target: the model.
-      slots: S.
-      num_tokens: T, the width of the prompts with padding.
-
-    Returns:
-      The argument ``fed`` for the next chunk and, after the last one, for ``finish_feeding``.
-    """
-    if fed is None:
-        sizes = dict(batch=len(tokens), slots=slots, num_tokens=num_tokens)
-        fed = _start_chunks(params, target=target, **sizes)
-    return _feed_chunk(params, fed, tokens, n, begin, target=target)
 
 
 _start_chunks = bounded_jit(
