@@ -146,19 +146,22 @@ def from_configs(configs: Sequence[SamplerConfig], vocab_size: int) -> tuple[Bat
     if penalties is not None:
         penalties = {name: np.asarray(x, np.float32) for name, x in penalties.items()}
     own = {LOGIT_BIAS: _bias_of(configs, vocab_size), PENALTIES: penalties}
-    used = {p: jax.tree.map(jnp.asarray, params) for p, params in own.items() if params is not None}
     given = dict.fromkeys(p for config in configs for p in config.processors)
     names = [p.name for p in (*own, *given)]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ConfigError(f"two processors are named {min(twice)!r}; expected one of a name")
 
-    def rows(p):
-        return jnp.asarray(np.asarray([p in config.processors for config in configs]))
-
-    return *(BatchedProcessor(*x) for x in used.items()), *(
-        BatchedProcessor(p, None, rows(p)) for p in given
-    )
+    package = [
+        BatchedProcessor(p, jax.tree.map(jnp.asarray, params))
+        for p, params in own.items()
+        if params is not None
+    ]
+    custom = [
+        BatchedProcessor(p, None, jnp.asarray(np.asarray([p in x.processors for x in configs])))
+        for p in given
+    ]
+    return (*package, *custom)
 
 
 def per_token(

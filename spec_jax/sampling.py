@@ -82,18 +82,12 @@ class Sampler:
           vocab_size: V.
         """
 
-        def start(active):
-            return active.start(tokens, lengths, vocab_size)
-
-        return self.replace(processors=tuple(map(start, self.processors)))
+        started = [x.start(tokens, lengths, vocab_size) for x in self.processors]
+        return self.replace(processors=tuple(started))
 
     def advance(self, tokens: jax.Array, n: jax.Array) -> Sampler:
         """Returns the sampler after the first n (i32[B]) of i32[B,P] tokens of each row."""
-
-        def advance(active):
-            return active.advance(tokens, n)
-
-        return self.replace(processors=tuple(map(advance, self.processors)))
+        return self.replace(processors=tuple(x.advance(tokens, n) for x in self.processors))
 
     def insert_row(self, row: jax.Array | int, other: Sampler) -> Sampler:
         """Replaces row ``row`` by the only row of ``other``.

@@ -69,7 +69,7 @@ def test_the_configs_max_tokens_and_max_length_count_prompt_and_output_of_each_r
     with pytest.raises(ConfigError, match="max_length is 0"):
         decoder.generate(prompts, max_length=0)
     with pytest.raises(PromptError, match="max_tokens of the decoder's config is 20"):
-        decoder.output_limits([range(20)])
+        decoder.generate([1] * 20)
 
 
 INVALID = [

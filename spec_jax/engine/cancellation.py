@@ -15,33 +15,33 @@ class CancellationToken:
     ``cancel`` ends every generation that is running, at its next round. Those that begin while
     the token is cancelled end before their first token. ``reset`` lets new ones begin; it does
     not bring back what was cancelled before it.
+
+    Attributes:
+      is_cancelled: whether it is cancelled, and has not been reset since.
+      is_exposed: whether it has been handed out, so that it may be cancelled.
     """
 
     def __init__(self):
         self._lock = threading.Lock()
         self._times = 0
-        self._is_cancelled = False
-        self.is_exposed = False  # the token has been handed out
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Cancelled, and not reset since."""
-        return self._is_cancelled
+        self.is_cancelled = False
+        self.is_exposed = False
 
     def cancel(self) -> None:
         """Cancels; calling it again has no effect."""
         with self._lock:
-            self._times, self._is_cancelled = self._times + 1, True
+            self._times += 1
+            self.is_cancelled = True
 
     def reset(self) -> None:
         """Lets new generations begin."""
-        self._is_cancelled = False
+        self.is_cancelled = False
 
     def watch(self) -> Callable[[], bool]:
         """Returns a function that tells whether the token is cancelled, or was cancelled since this
         call."""
         before = self._times
-        return lambda: self._is_cancelled or self._times != before
+        return lambda: self.is_cancelled or self._times != before
 
 
 class RowCancellation:

@@ -435,34 +435,13 @@ class SpeculativeDecoder(DecoderParts):
         for length in lengths:
             ids = [[0] * check_integer("a prompt's length", length, 1)] * rows
             # What such a call teaches is forgotten, but for the costs of each K.
-            history, adaptive = copy.copy(self.history), copy.copy(self.adaptive)
-            decoder = self.with_parts(history=history, adaptive=adaptive)
+            decoder = self.with_parts(
+                history=copy.copy(self.history), adaptive=copy.copy(self.adaptive)
+            )
             decoder.token = self.token
-            stream = Stream(decoder, ids, max_new_tokens, options, has_pieces=False)
-            stream.warm_up()
+            Stream(decoder, ids, max_new_tokens, options, has_pieces=False).warm_up()
             seconds += decoder.stats.compile_s
         return seconds
-
-    def output_limits(
-        self,
-        ids: Sequence[Sequence[int]],
-        max_new_tokens: int | None = None,
-        max_length: int | None = None,
-        **unknown: Never,
-    ) -> list[int]:
-        """Returns the maximum output tokens of each row; by default by the config's limit.
-
-        Args:
-          ids: of the prompts.
-          max_new_tokens: see ``generate``.
-          max_length: likewise.
-
-        Raises:
-          ConfigError: both limits are given, or one is no integer above 0.
-          PromptError: a prompt leaves no room for output.
-        """
-        refuse_options(unknown, self.output_limits)
-        return request.output_limits(ids, max_new_tokens, max_length, self.max_length)
 
 
 def _like(params: Any, present: Any, name: str) -> Any:

@@ -27,6 +27,7 @@ from spec_jax.engine.request import (
     is_one_prompt,
     make_request,
     num_fed,
+    output_limits,
     refuse_options,
     slots_for,
 )
@@ -170,8 +171,8 @@ class DecodeQueue:
             prompts, max_prompt_tokens = self._encoded(prompts)
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
         self._prompts = _numbered(prompts)
-        self._limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
-        (limit,) = decoder.output_limits([range(self._longest)], **self._limits)
+        self._limits = (max_new_tokens, max_length, decoder.max_length)
+        (limit,) = output_limits([range(self._longest)], *self._limits)
         system = self._driver.engine.system
         check_room(system, self._longest, limit)
         self._slots = slots_for(system, self._longest, limit)
@@ -283,7 +284,7 @@ class DecodeQueue:
         return make_request(
             self._driver.engine.system,
             prompts,
-            self._decoder.output_limits(prompts, **self._limits),
+            output_limits(prompts, *self._limits),
             self._sampler(indices),
             self._draft_sampler(indices),
             stop_tokens=self._driver.stop_tokens,

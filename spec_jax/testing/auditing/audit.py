@@ -291,7 +291,8 @@ def audit(
         )
     ids, _ = request.encode_all(target, prompts)
     stops = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
-    call = Call(ids, decoder.output_limits(ids, max_new_tokens), samplers, stops, pad_to)
+    limits = request.output_limits(ids, max_new_tokens, None, decoder.max_length)
+    call = Call(ids, limits, samplers, stops, pad_to)
     if outputs is None:
         options = {"sampler": sampler, "stop_tokens": stops, "pad_to": pad_to}
         outputs = tuple(
