@@ -206,9 +206,7 @@ class _Kept:
 _kept = _Kept()
 
 
-def bounded_jit(
-    function: Callable[..., Any], *, static_argnames: str | Sequence[str] = (), **options: Any
-) -> BoundedJit:
+class bounded_jit:
     """``jax.jit`` for a process that compiles any number of programs.
 
     On Linux a process has at most 65,530 maps of memory by default, of which each program that is
@@ -221,16 +219,17 @@ def bounded_jit(
       static_argnames: as of ``jax.jit``; programs are dropped by their values, for all shapes.
       **options: of ``jax.jit``.
     """
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    return BoundedJit(function, names, options)
 
-
-class BoundedJit:
-    """A function that is compiled when it is called; made by ``bounded_jit``."""
-
-    def __init__(self, function: Callable, static_argnames: tuple[str, ...], options: dict):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnames: str | Sequence[str] = (),
+        **options: Any,
+    ):
         functools.update_wrapper(self, function)
-        self._static_argnames = static_argnames
+        is_one = isinstance(static_argnames, str)
+        self._static_argnames = (static_argnames,) if is_one else tuple(static_argnames)
         self._options = options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

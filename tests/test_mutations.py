@@ -138,7 +138,7 @@ MUTATIONS = mutants.read("""
         logit_comparison: x_ > y_ + LOGIT_MARGIN -> x_ < y_ + LOGIT_MARGIN
         test_logit_comparison_rejects_iff_the_draft_logit_is_larger
     synthetic: half of the rates
-        synthetic.accept_at: f_(x_, rates, 0.0) -> f_(x_, rates / 2, 0.0)
+        chain.accept_at: f_(x_, rates, 0.0) -> f_(x_, rates / 2, 0.0)
         test_synthetic_acceptance_has_the_stated_rates
     siblings are drawn again
         tree._without: q.at[node, token].set(0.0) -> q

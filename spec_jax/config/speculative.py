@@ -190,6 +190,35 @@ class SyntheticConfig(ConfigRecord):
         is_fit = length is None or length <= num_draft + 1
         check(is_fit, "synthetic.mean_length", length, f"a length in [1, {num_draft + 1}]")
 
+    def rates(self, num_draft: int) -> tuple[float, ...]:
+        """Returns the conditional acceptance rate of each of K positions.
+
+        A mean rate r solves ``(1/K) sum_{i=1..K} b**i = r`` for b; a mean length counts the
+        target's own token and fills positions from the front.
+
+        Args:
+          num_draft: K.
+        """
+        K = num_draft
+        if self.conditional_rates is not None:
+            return self.conditional_rates[:K]
+        if self.acceptance_rates is not None:
+            rates = self.acceptance_rates[:K]
+            return tuple(r / b if b > 0 else 0.0 for r, b in zip(rates, (1.0, *rates)))
+        if self.mean_length is not None:
+            drafts = self.mean_length - 1
+            return tuple(min(max(drafts - i, 0.0), 1.0) for i in range(K))
+        rate = self.acceptance_rate
+        if rate in (0, 1):
+            return (float(rate),) * K
+        low = 0.0
+        high = 1.0
+        for _ in range(60):
+            b = (low + high) / 2
+            mean = sum(b**i for i in range(1, K + 1)) / K
+            low, high = (b, high) if mean < rate else (low, b)
+        return ((low + high) / 2,) * K
+
 
 @dataclasses.dataclass(frozen=True)
 class TypicalConfig(ConfigRecord):

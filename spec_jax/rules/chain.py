@@ -194,6 +194,19 @@ def own_token(is_accepted: jax.Array, p: jax.Array, proposal: Proposal, noise: N
     return _verdict(n_accept, proposal, token, is_accepted.astype(jnp.float32), dist)
 
 
+def accept_at(conditional_rates: tuple[float, ...]) -> Callable[..., Verdict]:
+    """Accepts draft i with ``conditional_rates[i]``, whatever it is. Lossy: for benchmarks."""
+
+    def accept(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
+        K = proposal.tokens.shape[0]
+        rates = jnp.asarray(conditional_rates[:K], jnp.float32)
+        coins = jnp.where(proposal.is_offered, rates, 0.0)
+        verdict = own_token(noise.uniforms < coins, target.probs, proposal, noise)
+        return verdict.replace(accept_probs=coins)
+
+    return accept
+
+
 def logit_comparison(target: TargetScores, proposal: Proposal, noise: Noise) -> Verdict:
     """Rejects d iff the draft's raw logit exceeds the target's by more than 1e-5.
 

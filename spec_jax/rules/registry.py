@@ -1,6 +1,6 @@
 """The rules by name.
 
-Rules are written for one row (``chain``, ``tree``, ``synthetic``) and mapped over the batch here. A
+Rules are written for one row (``chain``, ``tree``) and mapped over the batch here. A
 custom rule needs no entry here: pass its ``Rule`` record to the decoder.
 """
 
@@ -14,7 +14,7 @@ import jax
 from spec_jax.config import SpeculativeConfig, TypicalConfig
 from spec_jax.contracts import Rule, Verdict
 from spec_jax.errors import ConfigError
-from spec_jax.rules import chain, synthetic, tree
+from spec_jax.rules import chain, tree
 
 
 def batched(accept_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
@@ -107,8 +107,7 @@ def make_rule(config: SpeculativeConfig) -> Rule:
     if strategy == "typical-acceptance":
         return _typical_rule(config.typical)
     if strategy == "synthetic":
-        rates = synthetic.synthetic_rates(config.synthetic, config.num_speculative_tokens)
-        return _synthetic_rule(rates)
+        return _synthetic_rule(config.synthetic.rates(config.num_speculative_tokens))
     if strategy not in _BY_NAME:  # of the config of a decoder whose rule was its own
         raise ConfigError(f"unknown rule {strategy!r}; pass your own as rule=...")
     return _BY_NAME[strategy]
@@ -127,4 +126,4 @@ def _typical_rule(config: TypicalConfig) -> Rule:
 
 @functools.cache
 def _synthetic_rule(conditional_rates: tuple[float, ...]) -> Rule:
-    return Rule("synthetic", batched(synthetic.accept_at(conditional_rates)), is_lossless=False)
+    return Rule("synthetic", batched(chain.accept_at(conditional_rates)), is_lossless=False)

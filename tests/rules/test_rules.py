@@ -13,7 +13,7 @@ from support.decoders import rule
 from spec_jax.config import STRATEGIES, SpeculativeConfig
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.errors import ConfigError
-from spec_jax.rules import chain, make_rule, synthetic_rates
+from spec_jax.rules import chain, make_rule
 
 V, K, B = 6, 3, 4000
 
@@ -205,13 +205,13 @@ KWARGS = [
 @pytest.mark.parametrize("kwargs, expected", KWARGS)
 def test_synthetic_rates_by_each_meaning(kwargs, expected):
     config = SpeculativeConfig(num_speculative_tokens=K, **kwargs)
-    np.testing.assert_allclose(synthetic_rates(config.synthetic, K), expected, atol=1e-12)
+    np.testing.assert_allclose(config.synthetic.rates(K), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_draft, b", [(1, 0.50), (2, 0.62), (4, 0.74), (8, 0.84)])
 def test_synthetic_mean_rate_solves_for_the_published_base(num_draft, b):
     config = SpeculativeConfig(num_speculative_tokens=num_draft, synthetic_acceptance_rate=0.5)
-    rates = synthetic_rates(config.synthetic, num_draft)
+    rates = config.synthetic.rates(num_draft)
     assert len(set(rates)) == 1 and abs(rates[0] - b) < 0.006
     assert abs(np.mean([rates[0] ** i for i in range(1, num_draft + 1)]) - 0.5) < 1e-9
 
