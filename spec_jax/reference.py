@@ -233,7 +233,9 @@ class SpeculativeDecoder:
             raise SpeculativeError(
                 ErrorKind.PROPOSAL, f"{n_draft} drafts; expected at most {self.config.k}"
             )
-        m.steps, m.drafted, m.emitted = m.steps + 1, m.drafted + n_draft, m.emitted + n
+        m.steps += 1
+        m.drafted += n_draft
+        m.emitted += n
         m.accepted += min(n_accept, n)
         m.tested += min(n_accept + 1, n_draft, n)
         return tokens + emitted[:n]
@@ -398,18 +400,13 @@ class _Loaded:
             )
         padded = jnp.asarray(everything + (0,) * (-len(everything) % 32), jnp.int32)  # few shapes
         logits = np.asarray(_logits(self.loaded.params, padded, model=self.loaded.model))
-        return TargetScores(
-            _log(
-                np.stack(
-                    [
-                        reference_distribution(
-                            logits[n - 1], self.sampler, everything[:start], everything[start:n]
-                        )
-                        for n in range(len(prefix), len(everything) + 1)
-                    ]
-                )
+        rows = [
+            reference_distribution(
+                logits[n - 1], self.sampler, everything[:start], everything[start:n]
             )
-        )
+            for n in range(len(prefix), len(everything) + 1)
+        ]
+        return TargetScores(_log(np.stack(rows)))
 
 
 def as_target(

@@ -124,11 +124,8 @@ def put(seen: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
       values: dtype[B,P].
     """
     M = seen.shape[1]
-
-    def one(row, at, new):
-        return row.at[at].set(new, mode="drop")
-
-    return jax.vmap(one)(seen, jnp.where(columns < 0, M, columns), values)
+    columns = jnp.where(columns < 0, M, columns)
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(seen, columns, values)
 
 
 @flax.struct.dataclass

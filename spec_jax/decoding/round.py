@@ -350,22 +350,16 @@ def round_noise(
       vocab_size: V.
       depth: the depth of the drafts' tree; None for a chain.
     """
-    B, depth = start.shape[0], num_draft if depth is None else depth
-
-    if rule.is_coupled:
+    depth = num_draft if depth is None else depth
+    if sampler.temperature is None:
+        num_rows = depth + 1 if rule.is_coupled else 1
+        gumbel = jnp.zeros((len(start), num_rows, vocab_size), jnp.float32)
+    elif rule.is_coupled:
 
         def at(i):
             return rng.gumbel(sampler.keys(rng.Purpose.TARGET, start + 1 + i), vocab_size)
 
-        def make():
-            return jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
-
-        shape = (B, depth + 1, vocab_size)
+        gumbel = jax.vmap(at, out_axes=1)(jnp.arange(depth + 1))
     else:
-
-        def make():
-            return rng.gumbel(sampler.keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
-
-        shape = (B, 1, vocab_size)
-    gumbel = jnp.zeros(shape, jnp.float32) if sampler.temperature is None else make()
+        gumbel = rng.gumbel(sampler.keys(rng.Purpose.REPLACE, start), vocab_size)[:, None]
     return Noise(rng.uniform(sampler.keys(rng.Purpose.ACCEPT, start), num_draft), gumbel)

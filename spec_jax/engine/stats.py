@@ -83,12 +83,7 @@ class Stats(ReprMixin):
         def add(a, b):
             if not isinstance(a, tuple):
                 return a + b
-            width = max(len(a), len(b))
-
-            def pad(x):
-                return x + (0,) * (width - len(x))
-
-            return tuple(x + y for x, y in zip(pad(a), pad(b)))
+            return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))
 
         names = [f.name for f in dataclasses.fields(self)]
         return Stats(**{n: add(getattr(self, n), getattr(other, n)) for n in names})
@@ -206,11 +201,8 @@ class Stats(ReprMixin):
             "tokens_per_s",
         )
 
-        def listed(v):
-            return list(v) if isinstance(v, tuple) else v
-
         values = dataclasses.asdict(self) | {n: getattr(self, n) for n in derived}
-        return {name: listed(value) for name, value in values.items()}
+        return {n: list(x) if isinstance(x, tuple) else x for n, x in values.items()}
 
 
 class RunningStats:

@@ -23,12 +23,7 @@ def batched(accept_row: Callable[..., Verdict]) -> Callable[..., Verdict]:
     Args:
       accept_row: ``(scores, proposal, noise) -> Verdict``, arrays without the dimension B.
     """
-
-    @functools.wraps(accept_row)
-    def accept(target, proposal, noise):
-        return jax.vmap(accept_row)(target, proposal, noise)
-
-    return accept
+    return jax.vmap(accept_row)
 
 
 def chain_or_tree(
