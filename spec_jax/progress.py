@@ -6,6 +6,7 @@ steps, without compilation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -148,7 +149,7 @@ def union_s(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
     """A bar on a terminal or in a notebook, lines of text on stderr elsewhere.
 
     Where no step ends for ten seconds, a line says what is running, and for how long.
@@ -300,9 +301,6 @@ class Progress:
         _open.remove(self)
         self._bar.close()
 
-    def __enter__(self) -> Progress:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -315,7 +313,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-class Notice:
+class Notice(contextlib.AbstractContextManager):
     """Says what is running once it has taken long, and how long it took when it is closed.
 
     A ``Progress`` that is open shows it. Else a line goes to stderr of a terminal, to the output of
@@ -351,7 +349,7 @@ class Notice:
                 self._bar.now(f"{self._what} …")
             else:
                 self._is_said = True
-                self._write(f"{self._what} …")
+                self._write(f"{self._what} …", f"{self._what} …")
                 if self._is_line:
                     _open.add(self)
 
@@ -364,25 +362,21 @@ class Notice:
             if self._bar in _open.all:
                 self._bar.now(self._before)
             if self._is_said:
-                self._write(f" {time.monotonic() - self._begin_s:.1f} s\n")
+                took = f"{time.monotonic() - self._begin_s:.1f} s"
+                self._write(f" {took}\n", f"{self._what} took {took}")
 
     def remind(self) -> None:
         """Says how long it has taken so far."""
         running = duration(time.monotonic() - self._begin_s)
         print(f"{self._what}, {running} so far", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Notice:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _write(self, text: str) -> None:
+    def _write(self, text: str, line: str) -> None:
         if self._stream is not None:
             print(text, end="", file=self._stream, flush=True)
-            return
-        line = text if text.startswith(self._what) else f"{self._what} took{text.rstrip()}"
-        if self._is_line:
+        elif self._is_line:
             print(line, file=sys.stderr, flush=True)
         else:
             _LOG.info(line)

@@ -121,31 +121,20 @@ def propose(
     with jax.named_scope("draft"):
         with blame(owner, context=context, num_draft=K, state=drafter_state):
             result = system.drafter.propose(params, drafter_state, context, K)
-        B = context.length.shape[0]
-        check_proposal(system.drafter, result, B, K, system.target.vocab_size)
+        batch = len(context.length)
+        check_proposal(system.drafter, result, batch, K, system.target.vocab_size)
         proposal, drafter_state = result
-        proposal = _within_length(proposal, context.length + 1, system.drafted_until)
+        total = context.length + 1
+        if system.drafted_until is not None:
+            # Rows that are too long for the drafter are offered nothing. What it returned there is
+            # not read, so it is no fault either.
+            has_room = total <= system.drafted_until
+            is_sound = proposal.is_sound
+            proposal = proposal.replace(
+                n_draft=jnp.where(has_room, proposal.n_draft, 0),
+                is_sound=None if is_sound is None else is_sound | ~has_room,
+            )
         return validate_proposal(proposal, system, context.is_greedy), drafter_state
-
-
-def _within_length(proposal: Proposal, total: jax.Array, drafted_until: int | None) -> Proposal:
-    """Offers nothing in rows that are too long for the drafter.
-
-    What it returned there is not read, so it is no fault either.
-
-    Args:
-      proposal: what the drafter returned.
-      total: i32[B], tokens of prompt and output so far.
-      drafted_until: see ``System``.
-    """
-    if drafted_until is None:
-        return proposal
-    has_room = total <= drafted_until
-    is_sound = proposal.is_sound
-    return proposal.replace(
-        n_draft=jnp.where(has_room, proposal.n_draft, 0),
-        is_sound=None if is_sound is None else is_sound | ~has_room,
-    )
 
 
 def verify(
