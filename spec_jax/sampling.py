@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import operator
 from collections.abc import Sequence
 
 import flax.struct
@@ -15,6 +14,7 @@ import numpy as np
 
 from spec_jax import rng
 from spec_jax.config import GREEDY_BELOW, SamplerConfig, columns
+from spec_jax.config.checks import check, is_integer
 from spec_jax.config.sampler import options
 from spec_jax.errors import ConfigError
 from spec_jax.processors import BatchedProcessor, from_configs
@@ -127,11 +127,8 @@ def check_samplers(**samplers: Samplers | None) -> None:
     for name, value in samplers.items():
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         configs = value if is_list else [value]
-        if value is not None and not all(isinstance(x, SamplerConfig) for x in configs):
-            raise ConfigError(
-                f"{name} is {value!r:.200}; expected a SamplerConfig, such as "
-                "SamplerConfig(temperature=1.0), or a list of them"
-            )
+        is_fit = value is None or all(isinstance(x, SamplerConfig) for x in configs)
+        check(is_fit, name, value, "a SamplerConfig(temperature=1.0, ...), or a list of them")
 
 
 def highest_temperature(configs: Samplers) -> float:
@@ -233,14 +230,10 @@ def _seed_column(seeds: Sequence[int] | jax.Array, batch: int) -> jax.Array:
         if seeds.shape != (batch,):
             raise ConfigError(f"seeds have shape {seeds.shape}; expected ({batch},)")
         return seeds
-    try:
-        seeds = list(map(operator.index, seeds))
-    except TypeError:
-        raise ConfigError(f"seeds are {seeds!r}; expected one integer for each row") from None
-    if len(seeds) != batch:
-        raise ConfigError(f"{len(seeds)} seeds for {batch} rows; expected one each")
-    if any(not 0 <= s < 2**32 for s in seeds):
-        raise ConfigError(f"seeds are {seeds}; expected integers in [0, 2**32)")
+    seeds = np.asarray(seeds).tolist()
+    are_seeds = isinstance(seeds, list) and all(is_integer(x, 0, 2**32 - 1) for x in seeds)
+    is_fit = are_seeds and len(seeds) == batch
+    check(is_fit, "seeds", seeds, f"{batch} integers in [0, 2**32), one for each row")
     return jnp.asarray(np.asarray(seeds, np.uint32))
 
 

@@ -84,17 +84,15 @@ def check_divides(owner: str, counts: Mapping[str, int], mesh: Mesh, axis_rules:
     for name, count in counts.items():
         over = axis_rules.get(name)
         size = mesh.shape.get(over, 1)
-        if name == "kv_heads" and count % size and size % count:
-            raise ConfigError(
-                f"{owner} has {count} key-value heads, which the mesh axis {over}:{size} neither "
-                f"divides nor is a multiple of; expected one or the other, such as {over}:{count}. "
-                "A draft may be replicated instead: is_draft_replicated=True"
-            )
-        if name != "kv_heads" and count % size:
+        is_repeated = name == "kv_heads" and size % count == 0
+        if count % size and not is_repeated:
             fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            if name == "kv_heads":
+                fit += f" and multiples of {count}"
+            what = name.replace("kv_", "key-value ").replace("_", " ")
             raise ConfigError(
-                f"{owner} has {count} {name.replace('_', ' ')}, which the mesh axis {over}:{size} "
-                f"does not divide; sizes that do are {fit}. A draft may be replicated instead: "
+                f"{owner} has {count} {what}, which the mesh axis {over}:{size} does not divide; "
+                f"sizes that do are {fit}. A draft may be replicated instead: "
                 "is_draft_replicated=True"
             )
 

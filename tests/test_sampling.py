@@ -335,9 +335,9 @@ def test_rows_of_one_config_get_seeds_that_follow_and_wrap():
 
 INVALID_ARGS = [
     (([SamplerConfig()] * 2, 3, V), "2 sampler configs for 3 rows"),
-    ((SamplerConfig(), 3, V, [1, 2]), "2 seeds for 3 rows"),
-    ((SamplerConfig(), 2, V, [1, -2]), "seeds are"),
-    ((SamplerConfig(), 2, V, [1, 2**32]), "seeds are"),
+    ((SamplerConfig(), 3, V, [1, 2]), "seeds is .*; expected 3 integers"),
+    ((SamplerConfig(), 2, V, [1, -2]), "seeds is"),
+    ((SamplerConfig(), 2, V, [1, 2**32]), "seeds is"),
     ((SamplerConfig(logit_bias={40: 1.0}), 3, V), "token 40; the vocabulary is 40"),
 ]
 
