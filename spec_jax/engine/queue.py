@@ -41,13 +41,6 @@ _Request = tuple[int, list[int]]  # index, ids
 Numbered = tuple[int, Prompt]
 
 
-class _Feeding(NamedTuple):
-    """Prompts that are fed in chunks while other rows decode, by the places that they get."""
-
-    group: dict[int, _Request]
-    steps: Iterator[decoding.DecodeState | None]
-
-
 class Usage(NamedTuple):
     """Counts of row-rounds: a round of B rows counts B, and the active rows are useful."""
 
@@ -168,7 +161,13 @@ class DecodeQueue:
         self._driver = Driver(decoder, options, decoder.totals.add)
         self._batch = check_integer("batch", batch, 1)
         if max_prompt_tokens is None:
-            prompts, max_prompt_tokens = self._encoded(prompts)
+            if isinstance(prompts, Iterable) and not isinstance(prompts, Sized):
+                raise ConfigError(
+                    f"prompts is a {type(prompts).__name__} and max_prompt_tokens is None: name "
+                    "the length of the longest prompt to come, or give the prompts as a list"
+                )
+            prompts = [(index, self._encode(index, prompt)) for index, prompt in _numbered(prompts)]
+            max_prompt_tokens = max((len(ids) for _, ids in prompts), default=1)
         self._longest = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
         self._prompts = _numbered(prompts)
         self._limits = (max_new_tokens, max_length, decoder.max_length)
@@ -185,7 +184,8 @@ class DecodeQueue:
         self._has_warned = False
         self._is_empty = False
         self._error = None
-        self._feeding: list[_Feeding] = []
+        # Prompts that are fed in chunks while other rows decode, by the places that they get.
+        self._feeding: list[tuple[dict[int, _Request], Iterator[decoding.DecodeState | None]]] = []
         self.usage = Usage()
         self.tail = Usage()
         self._results = self._run()
@@ -259,16 +259,6 @@ class DecodeQueue:
                 self._error = error
         return found
 
-    def _encoded(self, prompts: Iterable[Prompt | Numbered]) -> tuple[list[_Request], int]:
-        """Returns the ids of all prompts of a list, and the length of the longest."""
-        if isinstance(prompts, Iterable) and not isinstance(prompts, Sized):
-            raise ConfigError(
-                f"prompts is a {type(prompts).__name__} and max_prompt_tokens is None: name the "
-                "length of the longest prompt to come, or give the prompts as a list"
-            )
-        requests = [(index, self._encode(index, prompt)) for index, prompt in _numbered(prompts)]
-        return requests, max((len(ids) for _, ids in requests), default=1)
-
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         try:
             return self._decoder.encode(prompt, self._chat_template_kwargs)
@@ -324,7 +314,7 @@ class DecodeQueue:
                 requests += requests[-1:] * (batch - len(places))
             if is_late(requests[0][1]):
                 steps = driver.engine.prefill_by_chunk(self._request(requests))
-                self._feeding.append(_Feeding(group, steps))
+                self._feeding.append((group, steps))
             else:
                 self._put(group, driver.prefill(self._request(requests)))
 
