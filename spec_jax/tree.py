@@ -124,13 +124,6 @@ class Tree:
         """Number of drafts that have children, and are therefore fed while drafting."""
         return sum(bool(self.children(node)) for node in range(1, self.num_nodes))
 
-    @property
-    def max_level_fed(self) -> int:
-        """The largest number of drafts that one pass feeds: those of one level with children."""
-        inner = set(self.parents) - {0}
-        fed = [depth for node, depth in enumerate(self.depths) if node in inner]
-        return max(map(fed.count, fed), default=0)
-
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
@@ -173,11 +166,6 @@ class DynamicTree:
     def num_fed(self) -> int:
         """Number of drafts that are fed while drafting."""
         return (self.depth - 1) * self.top_k
-
-    @property
-    def max_level_fed(self) -> int:
-        """The largest number of drafts that one pass feeds: those of one level."""
-        return self.top_k if self.depth > 1 else 0
 
 
 AnyTree = Tree | DynamicTree
