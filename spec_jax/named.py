@@ -114,7 +114,8 @@ def _make(what: str, given: Any, kind: type, *args: Any) -> Any:
     """Returns a record of ``kind``, given as itself, as a function of ``args``, or by name."""
     said = what
     if isinstance(given, str):
-        said, given = f"{what} {given}", find(given, what)
+        said = f"{what} {given}"
+        given = find(given, what)
     elif callable(given):
         said = f"{what} {getattr(given, '__qualname__', given)}"
     if isinstance(given, kind):

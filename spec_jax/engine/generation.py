@@ -74,10 +74,13 @@ class Trace:
         Args:
           tokens: of the output.
         """
-        tokens, found, number, place, count = tokens[: len(self.kinds)], [], 0, 0, 0
-        for i, text in enumerate(self.pieces(tokens)):
+        found = []
+        number = place = count = 0
+        for i, text in enumerate(self.pieces(tokens[: len(self.kinds)])):
             if self.offered[i] >= 0:
-                number, place, count = number + 1, 0, self.offered[i]
+                number += 1
+                place = 0
+                count = self.offered[i]
             place += 1
             kind = "target" if self.kinds[i] == "bonus" and not count else self.kinds[i]
             hint = f"token {i + 1}, id {tokens[i]}: {page.MEANING[kind]}"
