@@ -13,7 +13,7 @@ import pytest
 from support.circle import CIRCLE, FEW, NEW, TEXT, V, check_counts, check_whole
 
 from spec_jax import Cancelled, DecodeQueue, SamplerConfig, decoding
-from spec_jax.engine import driver
+from spec_jax.engine import stream as streams
 
 
 @pytest.mark.exhaustive
@@ -140,7 +140,7 @@ def test_ctrl_c_between_two_rounds_loses_nothing(decoder, on_round):
 
 
 def test_ctrl_c_while_rows_are_collected_counts_each_once(decoder, monkeypatch):
-    real = driver.collect
+    real = streams.collect
     calls = []
 
     def collect(*args):
@@ -149,7 +149,7 @@ def test_ctrl_c_while_rows_are_collected_counts_each_once(decoder, monkeypatch):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(driver, "collect", collect)
+    monkeypatch.setattr(streams, "collect", collect)
     decoder.reset_stats()
     with decoder.stream(["a", "a"], NEW) as stream:
         with pytest.raises(KeyboardInterrupt):
