@@ -77,8 +77,8 @@ class Driver:
         target = decoder.target
         self.cancellation = RowCancellation(decoder.token, options.cancellation_token, batch)
         self._tokenizer = target.tokenizer
-        self._stops = request.stop_strings(target, options.stop)
-        if has_pieces and target.tokenizer is None:
+        self._stops = request.stop_strings(options.stop)
+        if (has_pieces or self._stops) and target.tokenizer is None:
             raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
         sampler = request.named_sampler(target, options.sampler)
         check_samplers(sampler=sampler, draft_sampler=options.draft_sampler)

@@ -73,8 +73,7 @@ def encode(
             "give messages"
         )
     if isinstance(prompt, str):
-        if target.tokenizer is None:
-            raise PromptError(_no_tokenizer(target))
+        _check_tokenizer(target)
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -87,8 +86,7 @@ def encode(
         try:
             ids = list(map(operator.index, np.asarray(prompt).tolist()))
         except (TypeError, ValueError):
-            message = f"the prompt {prompt!r} is neither text nor integer ids"
-            raise PromptError(message) from None
+            raise PromptError(f"the prompt {prompt!r} is neither text nor integer ids") from None
     if not ids:
         raise PromptError("the prompt is empty; decoding needs at least one token")
     last = target.model.last_id
@@ -98,12 +96,13 @@ def encode(
     return ids
 
 
-def _no_tokenizer(target: LoadedModel) -> str:
-    return (
-        f"{target.name} has no tokenizer: give the prompt as ids; or put a tokenizer.json into its "
-        "directory, which AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers "
-        "makes of a tokenizer.model"
-    )
+def _check_tokenizer(target: LoadedModel) -> None:
+    if target.tokenizer is None:
+        raise PromptError(
+            f"{target.name} has no tokenizer: give the prompt as ids; or put a tokenizer.json into "
+            "its directory, which AutoTokenizer.from_pretrained(...).save_pretrained(...) of "
+            "transformers makes of a tokenizer.model"
+        )
 
 
 def encode_messages(
@@ -121,8 +120,7 @@ def encode_messages(
       ConfigError: there is no chat template, it refuses the conversation, or a message is no
         object with a role and a text.
     """
-    if target.tokenizer is None:
-        raise PromptError(_no_tokenizer(target))
+    _check_tokenizer(target)
     if not target.tokenizer.chat_templates:
         raise ConfigError(
             f"the tokenizer of {target.name} has no chat template, which messages need; pass plain "
@@ -183,19 +181,17 @@ def encode_all(
     return ids, is_single
 
 
-def stop_strings(target: LoadedModel, stop: str | Sequence[str]) -> tuple[str, ...]:
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the strings at which a row ends, checked.
 
     Raises:
-      ConfigError: one is empty or no text, or there is no tokenizer.
+      ConfigError: one is empty or no text.
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) for text in stops):
         raise ConfigError(f"stop is {stop!r:.80}; expected a text or a list of texts")
     if "" in stops:
         raise ConfigError("a stop string is empty")
-    if stops and target.tokenizer is None:
-        raise ConfigError(f"{target.name} has no tokenizer, so it has no text to look at")
     return stops
 
 
