@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from spec_jax import decoding
@@ -88,14 +86,13 @@ class Driver:
         stop_tokens = options.stop_tokens
         self.stop_tokens = target.stop_tokens if stop_tokens is None else stop_tokens
         observers = (decoding.LOGPROBS,) if options.logprobs else ()
-        self.engine = Engine(decoder, self.samplers, observers)
+        self.engine = Engine(decoder, self.samplers, observers, count)
         self.has_pieces = has_pieces
         self.count = count
         self.rows: dict[int, Row] = {}
         self.state: decoding.DecodeState | None = None
         self.chunk: decoding.Chunk | None = None
         self.pieces: deque[tuple[int, str]] = deque()
-        self._begin_s = 0.0
 
     def add(self, place: int, index: int, prompt: list[int]) -> None:
         """Begins to follow a row that is prefilled.
@@ -108,46 +105,21 @@ class Driver:
         text = TextTracker(self._tokenizer, prompt, self._stops, has_pieces=self.has_pieces)
         self.rows[place] = Row(index, prompt, text)
 
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Counts the time of a block, with compilation apart.
-
-        Args:
-          name: the time's, in ``Stats``.
-        """
-        with Timed() as timed:
-            yield
-        self.count(Stats(**{"compile_s": timed.compile_s, name: timed.run_s}))
-
     def prefill(self, prompts: request.Request) -> decoding.DecodeState:
         """Returns the state of prefilled prompts: of the batch, or of rows to insert into it."""
         batch = len(prompts.limits if self.state is None else self.state.limit)
         with Timed() as timed:
             self.engine.params(batch)  # lays weights out: no part of the times
         self.count(Stats(compile_s=timed.compile_s))
-        with self.timed("prefill_s"):
-            return jax.block_until_ready(self.engine.prefill(prompts))
+        return self.engine.prefill(prompts)
 
     def num_rounds(self, limit: int = ROUNDS_UNWATCHED) -> int:
         """Returns how many rounds to run before the next look, at most ``limit``."""
         limit = 1 if self.has_pieces or self.cancellation.is_watched else limit
         return min(limit, ROUNDS_TO_STOPS) if self._stops else limit
 
-    def run(self, ending: np.ndarray, num_rounds: int, min_active: int = 1) -> None:
-        """Starts rounds, of which ``look`` takes the result; see ``Engine.generate``.
-
-        Args:
-          ending: i32[B], a Finish for rows to end before the first round, else RUNNING.
-          num_rounds: maximum number of rounds.
-          min_active: return as soon as fewer rows are active.
-        """
-        with self.timed("decode_s"):
-            rounds = self.engine.generate(self.state, ending, num_rounds, min_active)
-            self.state, self.chunk = rounds
-        self._begin_s = time.perf_counter()
-
     def look(self) -> tuple[np.ndarray, np.ndarray]:
-        """Waits for the rounds, and follows the text.
+        """Waits for the rounds of ``chunk``, and follows the text.
 
         Returns:
           i32[B], the ``Finish`` of each row; and i32[B], STOP_STRING for rows that must end now,
@@ -163,7 +135,7 @@ class Driver:
                 ending[place], piece = row.text.look(ids, finish[place])
                 if piece:
                     self.pieces.append((place, piece))
-        self.count(Stats(decode_s=time.perf_counter() - self._begin_s))
+        self.count(Stats(decode_s=time.perf_counter() - self.engine.dispatched_s))
         return finish, ending
 
     def count_row(self, found: Generation) -> None:

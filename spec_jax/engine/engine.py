@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import decoding
-from spec_jax.compilation import NamedProgram
+from spec_jax.compilation import NamedProgram, Timed
 from spec_jax.contracts import Observer
 from spec_jax.decoding import Chunk, DecodeState, Record
 from spec_jax.drafters.loaded import draft_params
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, name_of_round
 from spec_jax.engine.build import DecoderParts
 from spec_jax.engine.request import Request
+from spec_jax.engine.stats import Stats
 from spec_jax.meshes import use_mesh
 from spec_jax.sampling import Samplers
 from spec_jax.sharding import log_once, unsplit_batch
@@ -32,22 +34,30 @@ class Engine:
       decoder: whose weights and devices they are.
       samplers: of the target.
       observers: of this generation, beside the decoder's.
+      count: gets the times of what runs, with compilation apart.
 
     Attributes:
       decoder: as given.
       system: target, drafter, rule and K.
+      dispatched_s: when the last program had been dispatched, by ``time.perf_counter``.
 
     Raises:
       ConfigError: the rule cannot serve the samplers' temperature.
     """
 
     def __init__(
-        self, decoder: DecoderParts, samplers: Samplers, observers: tuple[Observer, ...] = ()
+        self,
+        decoder: DecoderParts,
+        samplers: Samplers,
+        observers: tuple[Observer, ...] = (),
+        count: Callable[[Stats], None] | None = None,
     ):
         self.decoder = decoder
+        self._count = count
         system = decoder.system(samplers)
         self.system = system._replace(observers=(*system.observers, *observers))
         self._runner: AdaptiveRunner | None = None
+        self.dispatched_s = 0.0
 
     @property
     def num_ahead(self) -> int:
@@ -82,10 +92,11 @@ class Engine:
         B, T = request.tokens.shape
         name = f"prefill of batch {B}, {T} tokens"
         options = dict(system=self.system, slots=slots, samples=samples)
-        with self._running(name, request, T, slots, samples, fed is None):
+        with self._running("prefill_s", name, request, T, slots, samples, fed is None):
             if fed is not None:
                 options["fed"] = decoding.finish_feeding(self.params()["target"], fed, self.system)
-            return self.decoder.loop.prefill(self.params(), *arrays, **options)
+            state = self.decoder.loop.prefill(self.params(), *arrays, **options)
+            return jax.block_until_ready(state)
 
     def prefill_by_chunk(self, request: Request) -> Iterator[DecodeState | None]:
         """Prefills, and yields None after every chunk of the prompts and then the state.
@@ -101,7 +112,7 @@ class Engine:
         longest = int(request.lengths.max())
         while num_fed < longest:
             name = f"prefill of batch {B}, {T} tokens, from {num_fed}"
-            with self._running(name, request, T, request.slots):
+            with self._running("prefill_s", name, request, T, request.slots):
                 num_fed, fed = jax.block_until_ready(next(passes))
             if num_fed % self.system.prefill_chunk == 0 or num_fed >= longest:
                 yield None
@@ -118,7 +129,8 @@ class Engine:
           prefix: of the request.
           index: the place of the row in the request.
         """
-        with self._running("a row's insertion", state, len(prefix.limit), state.tokens.shape):
+        sizes = len(prefix.limit), state.tokens.shape
+        with self._running("prefill_s", "a row's insertion", state, *sizes):
             return decoding.insert(state, row, prefix, index, system=self.system)
 
     def generate(
@@ -138,7 +150,8 @@ class Engine:
         if self.decoder.mesh is not None:
             for line in unsplit_batch(batch, self.decoder.mesh):
                 log_once(line)
-        with self._running(name_of_round(self.system, batch), state, state.tokens.shape):
+        name = name_of_round(self.system, batch)
+        with self._running("decode_s", name, state, state.tokens.shape):
             args = (state, jnp.asarray(stop), jnp.int32(max_rounds), jnp.int32(min_active))
             if self.decoder.adaptive is None:
                 return self.decoder.loop.generate(self.params(batch), *args, system=self.system)
@@ -148,16 +161,24 @@ class Engine:
             return self._runner(*args)
 
     @contextlib.contextmanager
-    def _running(self, what: str, of: Request | DecodeState, *sizes: Any) -> Iterator[None]:
-        """Sets the mesh, and names a program for ``Stats.compile_s`` and for progress."""
+    def _running(
+        self, counts_as: str, what: str, of: Request | DecodeState, *sizes: Any
+    ) -> Iterator[None]:
+        """Sets the mesh, names a program, for progress, and counts its time in ``Stats``."""
         samplers = jax.tree.structure((of.sampler, of.draft_sampler))
         program = NamedProgram(what, self.system, samplers, of.stop_tokens.shape, *sizes)
-        with use_mesh(self.decoder.mesh), program:
+        with Timed() as timed, use_mesh(self.decoder.mesh), program:
             yield
+        self.dispatched_s = time.perf_counter()
+        if self._count is not None:
+            self._count(Stats(**{counts_as: timed.run_s, "compile_s": timed.compile_s}))
 
-    def read(self, state: DecodeState, row: int | None = None) -> Record:
-        """Copies the output of all rows, or of one, so that the state may be donated."""
+    def read(self, state: DecodeState) -> Record:
+        """Copies the output of all rows, so that the state may be donated."""
         with use_mesh(self.decoder.mesh):
-            if row is None:
-                return decoding.read_rows(state)
+            return decoding.read_rows(state)
+
+    def read_row(self, state: DecodeState, row: int) -> Record:
+        """Copies the output of a row while the others wait."""
+        with self._running("decode_s", "the reading of a row", state, state.tokens.shape):
             return decoding.read_row(state, jnp.int32(row))

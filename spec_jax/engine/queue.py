@@ -216,7 +216,9 @@ class DecodeQueue:
                 # The others have ended on the host, and may be active on the device yet.
                 ending[[*{*range(B)} - {*driver.rows}]] = Finish.STOP_STRING
                 limit = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
-                driver.run(ending, driver.num_rounds(limit), len(driver.rows))
+                driver.state, driver.chunk = driver.engine.generate(
+                    driver.state, ending, driver.num_rounds(limit), len(driver.rows)
+                )
             except Exception as error:  # what had finished is yielded first
                 self._error = error
                 break
@@ -231,8 +233,7 @@ class DecodeQueue:
             free = [place for place in driver.rows if has_ended[place]]
             finished = []
             for place in free:
-                with driver.timed("decode_s"):
-                    record = driver.engine.read(driver.state, place)
+                record = driver.engine.read_row(driver.state, place)
                 finished.append((driver.rows.pop(place), record))
             taken = dict(zip(free, self._pull(len(free))))
         yield from map(self._collect, finished)
@@ -321,8 +322,7 @@ class DecodeQueue:
     def _put(self, group: dict[int, _Request], prefix: decoding.DecodeState) -> None:
         driver = self._driver
         for index, (place, request) in enumerate(group.items()):
-            with driver.timed("prefill_s"):
-                driver.state = driver.engine.insert(driver.state, place, prefix, index)
+            driver.state = driver.engine.insert(driver.state, place, prefix, index)
             driver.add(place, *request)
 
     def _feed(self) -> bool:
@@ -334,8 +334,7 @@ class DecodeQueue:
         driver = self._driver
         while not (is_over := bool(driver.cancellation.rows())) and self._feeding:
             group, steps = self._feeding[0]
-            with driver.timed("prefill_s"):
-                prefix = jax.block_until_ready(next(steps))
+            prefix = next(steps)
             if prefix is not None:
                 del self._feeding[0]
                 self._put(group, prefix)

@@ -317,7 +317,9 @@ class Stream:
             try:
                 num_rounds = None if self._is_done else self._prepare(is_closing)
                 if num_rounds is not None:
-                    driver.run(self._ending, num_rounds)
+                    driver.state, driver.chunk = driver.engine.generate(
+                        driver.state, self._ending, num_rounds
+                    )
                     finish, self._ending = driver.look()
                     if (finish != Finish.RUNNING).all():
                         self._finish()
