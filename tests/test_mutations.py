@@ -354,10 +354,10 @@ MUTATIONS = mutants.read("""
         per_token: jnp.where(is_taken, new, old) -> new
         test_of_a_tree_each_node_follows_its_own_path
     a node is penalised for its own token
-        penalties._apply: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
+        processors._apply_penalties: jnp.arange(K) < x_ -> jnp.arange(K) <= x_
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     penalties know nothing of the drafts before a node
-        penalties._apply: K == 0 -> K >= 0
+        processors._apply_penalties: K == 0 -> K >= 0
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
     each device writes as if it had all rows
         KVCache._put: P("batch") -> P()

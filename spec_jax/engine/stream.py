@@ -294,10 +294,13 @@ class Stream:
         try:
             row, text = self._driver.pieces.popleft()
         except IndexError:
-            if is_done and self._error is not None:
-                raise self._error from None
-            return _END if is_done else None
-        return text if self._is_single else (row, text)
+            if not is_done:
+                return None
+        else:
+            return text if self._is_single else (row, text)
+        if self._error is not None:
+            raise self._error
+        return _END
 
     def _step(self, *, is_closing: bool = False) -> None:
         """Prefills, the first time; then runs rounds up to the next check.
