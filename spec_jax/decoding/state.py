@@ -266,6 +266,7 @@ def append(state, record: dict[str, jax.Array], total, n):
         return jax.vmap(put_row)(old, columns, new)
 
     changed = {name: put(getattr(state, name), new) for name, new in record.items()}
-    for name in {"sampler", "draft_sampler"} & state.__dataclass_fields__.keys():
-        changed[name] = getattr(state, name).advance(record["tokens"], n)
+    for name in ("sampler", "draft_sampler"):  # in one order, or programs would differ by run
+        if hasattr(state, name):
+            changed[name] = getattr(state, name).advance(record["tokens"], n)
     return state.replace(**changed)
