@@ -358,11 +358,9 @@ def kind_of(config: HeadConfig) -> DrafterKind:
       ConfigError: there is none.
     """
     heads = {kind.head.config_class: kind for kind in _KINDS.values() if kind.head}
-    if type(config) not in heads:
-        raise ConfigError(
-            f"no drafter kind has heads of a {type(config).__name__}; known: "
-            f"{', '.join(known.__name__ for known in heads)}"
-        )
+    known = ", ".join(cls.__name__ for cls in heads)
+    message = f"no drafter kind has heads of a {type(config).__name__}; known: {known}"
+    require(type(config) in heads, message)
     return heads[type(config)]
 
 
@@ -424,11 +422,9 @@ def objective_of(config: HeadConfig, name: str | None = None) -> Any:
     kind = kind_of(config)
     ways = {known: way for known, way in kind.training.items() if way.trains(config)}
     name = name or next(iter(ways), None)
-    if name not in ways:
-        raise ConfigError(
-            f"objective is {name!r}; expected one that trains {kind.name} heads of this config: "
-            f"{', '.join(ways) or 'there is none'}"
-        )
+    expected = f"expected one that trains {kind.name} heads of this config"
+    known = ", ".join(ways) or "there is none"
+    require(name in ways, f"objective is {name!r}; {expected}: {known}")
     return ways[name].objective()
 
 

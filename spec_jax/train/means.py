@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 
 
 @flax.struct.dataclass
@@ -66,8 +66,7 @@ def merge(*figures: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ConfigError: There are no batches.
     """
-    if not figures:
-        raise ConfigError("there are no figures to merge; expected those of one batch or more")
+    require(len(figures) > 0, "there are no figures to merge; expected those of one batch or more")
     return merge_stacked(jax.tree.map(lambda *x: np.stack(x), *figures))
 
 

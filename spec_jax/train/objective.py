@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Model
-from spec_jax.errors import ConfigError
 from spec_jax.models import transformer
+from spec_jax.models.checks import require
 from spec_jax.models.config import ModelConfig
 from spec_jax.train.means import Mean
 from spec_jax.train.unroll import shifted
@@ -114,11 +114,10 @@ class Objective(NamedTuple):
         Raises:
           ConfigError: The loss has no such option.
         """
-        for name in options.keys() - self.options:
-            raise ConfigError(
-                f"{name} is not an option of the objective {self.name}; its options: "
-                f"{', '.join(sorted(self.options)) or 'none'}"
-            )
+        known = ", ".join(sorted(self.options)) or "none"
+        for name in options:
+            message = f"{name} is not an option of the objective {self.name}; its options: {known}"
+            require(name in self.options, message)
         loss = functools.partial(self.loss, config=config, model=model, **options)
 
         def run(params, batch, target, counts=None):

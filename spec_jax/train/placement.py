@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import to_mesh, use_mesh
+from spec_jax.models.checks import require
 from spec_jax.sharding import FULLY_SHARDED, SHARDED, AxisRules, named, use_axis_rules
 from spec_jax.train.step import TrainState
 
@@ -108,11 +109,8 @@ class Placement:
           ConfigError: It does not; the message has both numbers.
         """
         over = 1 if self.mesh is None else self.mesh.shape.get("data", 1)
-        if size % over:
-            raise ConfigError(
-                f"{name} is {size}, which the mesh axis data:{over} does not divide; expected a "
-                f"multiple of {over}"
-            )
+        message = f"{name} is {size}, which the mesh axis data:{over} does not divide"
+        require(size % over == 0, f"{message}; expected a multiple of {over}")
 
     def rows(self, shape: tuple[int, ...]) -> NamedSharding | None:
         """Returns where rows of this shape lie, see ``place``; None without a mesh."""

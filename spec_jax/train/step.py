@@ -12,6 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 from spec_jax.train.means import merge_stacked
 
 
@@ -99,16 +100,11 @@ def train_step(
 def _parts(batch: Any, count: int) -> Any:
     """Cuts a batch into ``count`` parts of every count-th row; rows stay on their devices."""
     sizes = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(batch)}
-    if None in sizes:
-        raise ConfigError(
-            f"accumulate is {count}, but an array of the batch has no rows; expected a batch with "
-            "keys of its rows, see row_keys"
-        )
-    if any(size % count for size in sizes):
-        raise ConfigError(
-            f"accumulate is {count}; the batch has rows {sorted(sizes)}: expected a multiple of "
-            f"{count}"
-        )
+    message = f"accumulate is {count}, but an array of the batch has no rows; expected a batch with"
+    require(None not in sizes, f"{message} keys of its rows, see row_keys")
+    message = f"accumulate is {count}; the batch has rows {sorted(sizes)}"
+    is_divided = not any(size % count for size in sizes)
+    require(is_divided, f"{message}: expected a multiple of {count}")
     return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
 

@@ -20,8 +20,8 @@ from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.steps import STEPS, confidence_logits, normed, step_logits
 from spec_jax.drafters.common.chain import Drafted, draft_chain
 from spec_jax.drafters.common.tree import draft_tree
-from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
+from spec_jax.models.checks import require
 from spec_jax.models.chunks import over_chunks
 from spec_jax.models.families.llama import decoder_layer, layer_table
 from spec_jax.models.layers import (
@@ -295,8 +295,6 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
 
 def check_depth(config: BlockConfig, levels: int) -> None:
     """Raises a ConfigError if more drafts follow each other than a block predicts."""
-    if levels > config.max_draft:
-        raise ConfigError(
-            f"{levels} drafts in a row are more than {config.max_draft}, which a block of "
-            f"{config.block_size} tokens was trained to predict"
-        )
+    K = config.max_draft
+    why = f"which a block of {config.block_size} tokens was trained to predict"
+    require(levels <= K, f"{levels} drafts in a row are more than {K}, {why}")

@@ -12,7 +12,7 @@ import numpy as np
 from spec_jax import rng
 from spec_jax.contracts import Context, Proposal
 from spec_jax.drafters.common.chain import rows_axis
-from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 from spec_jax.sampling import process_rows, top_k
 from spec_jax.sharding import constrain, shard_map_rows
 from spec_jax.tree import AnyTree, DynamicTree, Tree
@@ -92,8 +92,7 @@ def draft_tree(
     Raises:
       ConfigError: ``num_draft`` is not the number of the tree's nodes.
     """
-    if num_draft != tree.num_nodes:
-        raise ConfigError(f"K is {num_draft}; the tree has {tree.num_nodes} nodes")
+    require(num_draft == tree.num_nodes, f"K is {num_draft}; the tree has {tree.num_nodes} nodes")
     grown = _Grown(logits, carry, advance, context)
     draft = _draft_static if isinstance(tree, Tree) else _draft_dynamic
     return draft(grown, context, tree)

@@ -17,7 +17,7 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.eagle import model as eagle
 from spec_jax.drafters.eagle.parallel import masked_pairs
-from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 from spec_jax.models.layers import constrain_logits
 from spec_jax.train.anchors import chains, choose_anchors, counted, slots, sum_slots
 from spec_jax.train.blocks import Blocks, BlockShape, KeptKeys, blocks_at_once, map_places, origins
@@ -293,8 +293,7 @@ def peagle_loss(
       ConfigError: The config does not say K.
     """
     K = config.max_draft
-    if K is None:
-        raise ConfigError("max_draft is None; a head is trained for a number of drafts")
+    require(K is not None, "max_draft is None; a head is trained for a number of drafts")
     every = K if has_every_anchor else None
     mask, anchors, is_kept = choose_anchors(batch, num_anchors, every)
     shares = jnp.maximum(decay ** jnp.arange(K), floor)

@@ -20,7 +20,7 @@ from spec_jax.drafters.common.chain import draft_block
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.drafters.eagle.model import PEagleConfig, eagle_head, join_features
-from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 from spec_jax.tree import AnyTree, check_children
 
 
@@ -91,8 +91,6 @@ def peagle(config: PEagleConfig, target: Model, tree: AnyTree | None = None) -> 
 
 def check_depth(config: PEagleConfig, levels: int) -> None:
     """Raises a ConfigError if more drafts follow each other than the head was trained for."""
-    if config.max_draft is not None and levels > config.max_draft:
-        raise ConfigError(
-            f"{levels} drafts in a row are more than {config.max_draft}, which the head was "
-            "trained for; max_draft=None lifts the limit"
-        )
+    K = config.max_draft
+    why = "which the head was trained for; max_draft=None lifts the limit"
+    require(K is None or levels <= K, f"{levels} drafts in a row are more than {K}, {why}")

@@ -22,7 +22,6 @@ from spec_jax.contracts import Cache, Drafter, Head, Model
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.sequential import sequential_drafter
 from spec_jax.drafters.common.shape import HeadShape
-from spec_jax.errors import ConfigError
 from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, family_of, layer_kinds, module_layer
@@ -279,9 +278,6 @@ def mtp(config: MtpConfig, target: Model, tree: AnyTree | None = None) -> Drafte
     check_children(tree, target.last_id + 1, "the target's")
     if config.protocol == "recycled":
         return head_drafter(mtp_head(config, target), tree)
-    if tree is not None:
-        raise ConfigError(
-            "sequential modules draft chains; leave the tree out, or read the modules with "
-            "protocol='recycled'"
-        )
+    advice = "leave the tree out, or read the modules with protocol='recycled'"
+    require(tree is None, f"sequential modules draft chains; {advice}")
     return sequential_drafter([mtp_head(config, target, i) for i in range(config.num_modules)])

@@ -67,7 +67,15 @@ def mtp_loss(
         given = batch.view.features, batch.tokens, num_steps, batch.begins
         states = unroll(modules[0], params, *given, is_remat=is_remat)
     else:
-        states = jnp.stack(_sequential_states(params, batch, config))
+        state = batch.view.features[:, :T]
+        begins = None if batch.begins is None else batch.begins[:, :T]
+        each = []
+        for i, module in enumerate(modules):
+            given = params, state, shifted(batch.tokens, 1 + i, T), None
+            x, _ = mtp.forward(*given, config=config, index=i, begins=begins)
+            each.append(x)
+            state = module.recycle(params, x)
+        states = jnp.stack(each)
     is_soft = labels == "target"
     K = len(states)
     names = ("norm", "head") if config.has_own_head else ("norm",)
@@ -93,17 +101,3 @@ def mtp_loss(
 
 
 MTP = Objective("mtp", mtp_loss)
-
-
-def _sequential_states(params, batch: Batch, config: mtp.MtpConfig):
-    """Returns the states dtype[B,T,D] of every module, each over the whole text."""
-    T = batch.tokens.shape[1] - 2
-    state = batch.view.features[:, :T]
-    states = []
-    begins = None if batch.begins is None else batch.begins[:, :T]
-    for index in range(config.num_modules):
-        tokens = shifted(batch.tokens, 1 + index, T)
-        x, _ = mtp.forward(params, state, tokens, None, config=config, index=index, begins=begins)
-        states.append(x)
-        state = mtp.recycle(params, x, config=config, index=index)
-    return states

@@ -17,6 +17,7 @@ from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.registry import DrafterKind, DraftFormat, Drafting, DraftPass, level_passes
 from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 from spec_jax.models.chunks import over_chunks
 from spec_jax.models.families import family_of_type
 from spec_jax.models.tensors import renamed
@@ -49,8 +50,8 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
       ConfigError: a node of the tree has more children than the draft has tokens, or the model
         cannot forget rejected tokens.
     """
-    if not model.can_rewind:
-        raise ConfigError("the draft's model cannot rewind, so nothing can be drafted with it")
+    message = "the draft's model cannot rewind, so nothing can be drafted with it"
+    require(model.can_rewind, message)
     check_children(tree, model.last_id + 1, "the draft's")
 
     def init(params, batch, slots):
@@ -129,11 +130,9 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
         return StandaloneState(state.cache.insert_row(row, other.cache), fed_at)
 
     def rewind(state, n):
-        if not hasattr(state.cache, "rewind"):
-            raise ConfigError(
-                f"the draft keeps a {type(state.cache).__name__}, which cannot forget what it has "
-                "committed"
-            )
+        kind = type(state.cache).__name__
+        message = f"the draft keeps a {kind}, which cannot forget what it has committed"
+        require(hasattr(state.cache, "rewind"), message)
         return state.replace(cache=state.cache.rewind(n))
 
     return Drafter(
