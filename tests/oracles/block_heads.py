@@ -7,25 +7,7 @@ definitions: DFlash (arXiv 2602.06036), DSpark (2607.05147), TreeFlash (2606.038
 from __future__ import annotations
 
 import numpy as np
-
-
-def rms(x, weight, eps=1e-6):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def turn(x, positions, theta):
-    """Rotary embedding of x[T,N,H], one pair of dimensions at a time."""
-    out, H = np.empty_like(x), x.shape[-1]
-    for j in range(H // 2):
-        angle = positions[:, None] * theta ** (-2 * j / H)
-        a, b = x[..., j], x[..., j + H // 2]
-        out[..., j] = a * np.cos(angle) - b * np.sin(angle)
-        out[..., j + H // 2] = b * np.cos(angle) + a * np.sin(angle)
-    return out
+from oracles.layers import attend, mlp, rms, sigmoid, turn
 
 
 def block_states(tensors, config, features, ids, embed, shift=0):
@@ -43,34 +25,27 @@ def block_states(tensors, config, features, ids, embed, shift=0):
     H, theta, eps = layer.head_dim, layer.rope.rope_theta, layer.rms_norm_eps
     context = rms(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
     x, before, inside = embed[ids], np.arange(n), n + shift + np.arange(S)
-    groups = layer.num_attention_heads // layer.num_key_value_heads
+    place = np.concatenate([before, inside])
     for i in range(layer.num_hidden_layers):
         w = lambda name: tensors[f"layers.{i}.{name}.weight"]
         heads = lambda x, name: (x @ w(f"self_attn.{name}_proj").T).reshape(len(x), -1, H)
         key = lambda x, at: turn(rms(heads(x, "k"), w("self_attn.k_norm"), eps), at, theta)
         y = rms(x, w("input_layernorm"), eps)
         a = convolved(tensors, f"layers.{i}.attention_conv", y, y, 0)
-        k = np.concatenate([key(context, before), key(a, inside)]).repeat(groups, axis=1)
-        v = np.concatenate([heads(context, "v"), heads(a, "v")]).repeat(groups, axis=1)
+        k = np.concatenate([key(context, before), key(a, inside)])
+        v = np.concatenate([heads(context, "v"), heads(a, "v")])
         q = turn(rms(heads(a, "q"), w("self_attn.q_norm"), eps), inside, theta)
-        out = np.zeros((S, layer.num_attention_heads, H))
-        for t in range(S):
-            place = np.concatenate([before, inside])
-            sees = np.ones(n + S, bool)
-            if config.is_causal[i]:
-                sees &= place <= inside[t]
-            if config.windows[i] is not None:
-                sees &= np.abs(place - inside[t]) < config.windows[i]
-            for head in range(layer.num_attention_heads):
-                scores = k[sees, head] @ q[t, head] / np.sqrt(H)
-                weights = np.exp(scores - scores.max())
-                out[t, head] = weights / weights.sum() @ v[sees, head]
-        out = out.reshape(S, -1) @ w("self_attn.o_proj").T
+        distance = place - inside[:, None]
+        sees = np.ones((S, n + S), bool)
+        if config.is_causal[i]:
+            sees &= distance <= 0
+        if config.windows[i] is not None:
+            sees &= np.abs(distance) < config.windows[i]
+        out = attend(q, k, v, sees) @ w("self_attn.o_proj").T
         x = x + convolved(tensors, f"layers.{i}.attention_conv", y, out, 1)
         y = rms(x, w("post_attention_layernorm"), eps)
         h = convolved(tensors, f"layers.{i}.mlp_conv", y, y, 0)
-        gate = h @ w("mlp.gate_proj").T
-        out = (gate * sigmoid(gate) * (h @ w("mlp.up_proj").T)) @ w("mlp.down_proj").T
+        out = mlp(h, *(w(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
         x = x + convolved(tensors, f"layers.{i}.mlp_conv", y, out, 1)
     return x
 

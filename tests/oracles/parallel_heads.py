@@ -7,7 +7,7 @@ definitions: P-EAGLE (arXiv 2602.01469), whose first layer is EAGLE-3's (2503.01
 from __future__ import annotations
 
 import numpy as np
-from oracles.block_heads import rms, sigmoid, turn
+from oracles.layers import attend, mlp, rms, turn
 
 
 def scores(tensors, config, features, tokens, embed, num_draft, shift=0):
@@ -24,7 +24,7 @@ def scores(tensors, config, features, tokens, embed, num_draft, shift=0):
     """
     layer, n = config.layer, len(features)
     H, theta, eps = layer.head_dim, layer.rope.rope_theta, layer.rms_norm_eps
-    groups, M = layer.num_attention_heads // layer.num_key_value_heads, num_draft - 1
+    M = num_draft - 1
     features = np.concatenate([features, np.tile(tensors["mask_hidden"][0], (M, 1))])
     tokens = np.concatenate([tokens, np.full(M, config.mask_token_id)])
     at = np.arange(n + M) + shift * (np.arange(n + M) >= n)
@@ -49,14 +49,8 @@ def scores(tensors, config, features, tokens, embed, num_draft, shift=0):
         if layer.has_qk_norm:
             q, k = (rms(y, w(f"self_attn.{name}_norm"), eps) for y, name in ((q, "q"), (k, "k")))
         q, k = turn(q, at, theta), turn(k, at, theta)
-        out = np.zeros_like(q)
-        for t in range(n + M):
-            for head in range(layer.num_attention_heads):
-                scored = k[: t + 1, head // groups] @ q[t, head] / np.sqrt(H)
-                weights = np.exp(scored - scored.max())
-                out[t, head] = weights / weights.sum() @ v[: t + 1, head // groups]
-        x = x + out.reshape(n + M, -1) @ w("self_attn.o_proj").T
+        sees = np.tri(n + M, dtype=bool)
+        x = x + attend(q, k, v, sees) @ w("self_attn.o_proj").T
         h = rms(x, w("post_attention_layernorm"), eps)
-        gate = h @ w("mlp.gate_proj").T
-        x = x + (gate * sigmoid(gate) * (h @ w("mlp.up_proj").T)) @ w("mlp.down_proj").T
+        x = x + mlp(h, *(w(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
     return rms(x[n - 1 :], tensors["norm.weight"], eps) @ tensors["lm_head.weight"].T

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from support.decoders import HOT, features_of, prefill, propose, rule, run  # noqa: F401
-from support.numpy_layers import np_mlp, np_norm, np_rope
+from support.numpy_layers import np_layer, np_norm, np_recycled_drafts
 from support.tiny_models import LLAMA, random_tensor, random_weights
 
 from spec_jax import decoding
@@ -55,50 +55,38 @@ def system_of(config, strategy="greedy", num_draft=3):
 
 
 class NumpyHead:
-    """A head fed one pair at a time; keys and values in a list."""
+    """A head over whole sequences, without a cache."""
 
-    def __init__(self, config, head, embed):
-        self.c, self.w = config, {k: np.asarray(v, np.float64) for k, v in head.items()}
-        self.embed, self.keys, self.values = np.asarray(embed, np.float64), [], []
-        if config.own_embed:
-            self.embed = self.w["embed"]
+    def __init__(self, config, params):
+        as64 = lambda x: np.asarray(x, np.float64)
+        self.c, self.w = config, {name: as64(x) for name, x in params["head"].items()}
+        self.embed = self.w["embed"] if config.own_embed else as64(params["target"]["embed"])
+        self.target_head = as64(params["target"]["head"])
 
-    def join(self, feature):
+    def join(self, features):
         if self.c.version == 1:
-            return feature
+            return features
         if self.c.fc_norm:
-            parts = feature.reshape(len(self.c.taps), -1)
+            parts = np.split(features, len(self.c.taps), axis=1)
             parts = [np_norm(x, self.w[f"fc_norm_{i}"]) for i, x in enumerate(parts)]
-            feature = np.concatenate(parts)
+            features = np.concatenate(parts, axis=1)
         if self.c.norm_before_fc:
-            feature = np_norm(feature, self.w["input_norm"])
-        return feature @ self.w["fc"]
+            features = np_norm(features, self.w["input_norm"])
+        return features @ self.w["fc"]
 
-    def feed(self, state, token):
-        w, e, position = self.w, self.embed[token], len(self.keys)
+    def rows(self, states, tokens):
+        w, e = self.w, self.embed[tokens]
         if self.c.version == 1:
-            x = start = np.concatenate([e, state]) @ w["fc"] + w["fc_bias"]
+            x = a = np.concatenate([e, states], axis=1) @ w["fc"] + w["fc_bias"]
         else:
-            normed = np_norm(state, w["hidden_norm"])
-            x = np.concatenate([np_norm(e, w["embed_norm"]), normed])
-            start = normed if self.c.norm_before_residual else state
-        layer = self.c.layer
-        N, G, H = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-        q = np_rope((x @ w["q"]).reshape(N, H), position)
-        self.keys.append(np_rope((x @ w["k"]).reshape(G, H), position))
-        self.values.append((x @ w["v"]).reshape(G, H))
-        out = []
-        for n in range(N):
-            g = n // (N // G)
-            scores = np.array([k[g] @ q[n] for k in self.keys]) / np.sqrt(H)
-            weights = np.exp(scores - scores.max())
-            out.append(sum(p * v[g] for p, v in zip(weights / weights.sum(), self.values)))
-        x = start + np.concatenate(out) @ w["o"]
-        return np_mlp(x, w)
+            normed = np_norm(states, w["hidden_norm"])
+            a = np.concatenate([np_norm(e, w["embed_norm"]), normed], axis=1)
+            x = normed if self.c.norm_before_residual else states
+        return np_layer(x, a, w, self.c.layer.head_dim)
 
-    def logits(self, x, target_head):
+    def logits(self, x):
         if self.c.version == 1:
-            return x @ target_head
+            return x @ self.target_head
         own = np_norm(x, self.w["norm"]) @ self.w["head"]
         full = np.full(self.c.target_vocab_size, -np.inf)
         ids = np.arange(len(own)) + self.w.get("d2t", np.zeros(len(own)))
@@ -110,21 +98,13 @@ class NumpyHead:
 
 
 def np_draft(config, params, prompt, pending, num_draft):
-    """Greedy drafts and their logits after a prompt, every pair fed afresh."""
+    """Greedy drafts and their logits after a prompt."""
     target = transformer.model(TARGET, config.taps)
     padded = jnp.asarray([[*prompt, *[0] * (SLOTS - len(prompt))]])  # one compiled shape
-    features = features_of(target, params, padded)[0]
-    head = NumpyHead(config, params["draft"]["head"], params["target"]["embed"])
-    target_head = np.asarray(params["target"]["head"], np.float64)
-    for feature, token in zip(np.asarray(features, np.float64), [*prompt[1:], pending]):
-        x = head.feed(head.join(feature), token)
-    drafts, rows = [], []
-    for i in range(num_draft):
-        rows.append(head.logits(x, target_head))
-        drafts.append(int(rows[-1].argmax()))
-        if i + 1 < num_draft:
-            x = head.feed(head.recycle(x), drafts[-1])
-    return drafts, np.stack(rows)
+    features = features_of(target, params, padded)[0, : len(prompt)]
+    head = NumpyHead(config, params["draft"])
+    states = head.join(np.asarray(features, np.float64))
+    return np_recycled_drafts(head, states, [*prompt, pending], num_draft)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from support import decoders
 from support.decoders import HOT, features_of, propose, rule, run  # noqa: F401
-from support.numpy_layers import np_mlp, np_norm, np_rope
+from support.numpy_layers import np_layer, np_norm, np_recycled_drafts
 from support.tiny_models import DEEPSEEK, LLAMA, QWEN3, QWEN3_NEXT, random_tensor, random_weights
 
 from spec_jax import decoding
@@ -103,19 +103,10 @@ class NumpyModule:
         self.w.setdefault("head", np.asarray(target["head"], np.float64))
 
     def rows(self, states, tokens):
-        w, T, H = self.w, len(tokens), TARGET.head_dim
+        w = self.w
         e, h = np_norm(w["embed"][tokens], w["embed_norm"]), np_norm(states, w["hidden_norm"])
         x = np.concatenate([e, h] if self.c.order == "embedding-first" else [h, e], -1) @ w["fc"]
-        a = np_norm(x, w["attention_norm"])
-        q, k, v = (np.reshape(a @ w[n], (T, -1, H)) for n in "qkv")
-        q, k = np_rope(q, range(T)), np_rope(k, range(T))
-        k, v = (np.repeat(z, q.shape[1] // k.shape[1], axis=1) for z in (k, v))
-        scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)
-        scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        out = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v).reshape(T, -1)
-        x = x + out @ w["o"]
-        return np_mlp(x, w)
+        return np_layer(x, np_norm(x, w["attention_norm"]), w, TARGET.head_dim)
 
     def logits(self, x):
         return np_norm(x, self.w["norm"]) @ self.w["head"]
@@ -132,19 +123,15 @@ def np_draft(config, params, tokens, num_draft=K):
     modules = [
         NumpyModule(config, module, params["target"]) for module in params["draft"]["head"].values()
     ]
+    if config.protocol == "recycled":
+        return np_recycled_drafts(modules[0], features, tokens, num_draft)
     tokens, n, logits = list(tokens), len(features), []
-    states = features
     for step in range(1, num_draft + 1):
-        if config.protocol == "recycled":
-            x = modules[0].rows(states, tokens[1:])
-            logits.append(modules[0].logits(x[-1]))
-            states = np.concatenate([states, modules[0].recycle(x[-1:])])
-        else:
-            states = features  # row t of module m joins row t of the one before with token t + m
-            for m in range(1, step + 1):
-                x = modules[m - 1].rows(states, tokens[m : m + n])
-                states = modules[m - 1].recycle(x)
-            logits.append(modules[step - 1].logits(x[-1]))
+        states = features  # row t of module m joins row t of the one before with token t + m
+        for m in range(1, step + 1):
+            x = modules[m - 1].rows(states, tokens[m : m + n])
+            states = modules[m - 1].recycle(x)
+        logits.append(modules[step - 1].logits(x[-1]))
         tokens.append(int(logits[-1].argmax()))
     return tokens[-num_draft:], np.stack(logits)
 
