@@ -42,21 +42,16 @@ def test_generate_streams_what_the_library_generates(pair, capsys):
     assert "tokens per target pass" in line and "accepted (rule: greedy)" in line
 
 
-def test_a_terminal_shows_the_prompt_and_in_colours_where_tokens_came_from(
-    pair, capsys, monkeypatch
-):
-    """Of every character that is not blank; lines are as wide as the terminal, words are whole."""
-    options = ["--draft", "ngram", "--k", "3", "--max-new-tokens", "40"]
+def test_a_terminal_shows_in_colours_where_tokens_came_from(pair, capsys, monkeypatch):
+    """Of every character that is not blank."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    options = ["--draft", "ngram", "--k", "3", "--max-new-tokens", "40"]
     line = ["generate", str(pair / "target"), "def f(x):", *options]
     assert main(line) == 0
-    out = capsys.readouterr().out
-    shown = []
-    style = "0"
-    for code, char in re.findall("\033\\[([\\d;]+)m|(\\S)", out.rpartition("\naccepted")[0] or out):
+    out, shown, style = capsys.readouterr().out, [], "0"
+    for code, char in re.findall("\033\\[([\\d;]+)m|(\\S)", out):
         style = code or style
         shown += [(char, style)] if char else []
     config = spec_jax.SpeculativeConfig("ngram", 3)
@@ -68,11 +63,7 @@ def test_a_terminal_shows_the_prompt_and_in_colours_where_tokens_came_from(
     expected = [(char, style) for text, style in parts for char in text if not char.isspace()]
     assert shown[: len(expected)] == expected and {"accepted", "corrected"} <= {*row.trace.kinds}
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main(line) == 0
-    plain = capsys.readouterr().out
-    assert "\033" not in plain and "".join(plain.split()) == "".join(c for c, _ in expected)
-    words = re.split(r"\s+", "def f(x):" + row.text)
-    assert {len(x) > 30 for x in plain.splitlines()} == {False} or max(map(len, words)) > 30
+    assert main(line) == 0 and "\033" not in capsys.readouterr().out
 
 
 def test_a_terminal_breaks_lines_between_words():

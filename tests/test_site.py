@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import importlib
 import json
 import os
@@ -11,7 +10,6 @@ import pkgutil
 import re
 import subprocess
 import tomllib
-import urllib.parse
 import venv
 
 import pytest
@@ -158,21 +156,7 @@ def test_versions_of_what_builds_the_site_are_fixed():
         assert re.fullmatch(r"[\w-]+==[\w.]+", requirement), requirement
 
 
-class Links(html.parser.HTMLParser):
-    """The links, the places that links may lead to, and what a browser loads by itself."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.links, self.ids, self.loaded = [], set(), []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        self.ids |= {values[key] for key in ("id", "name") if values.get(key)}
-        if tag == "a" and values.get("href"):
-            self.links.append(values["href"])
-        elif tag in {"script", "img", "link", "iframe", "source"}:
-            self.loaded += [values[key] for key in ("src", "href") if values.get(key)]
+LOADED = r'<(?:script|img|link|iframe|source)\b[^>]*="(?:https?:)?//'
 
 
 @pytest.mark.measure
@@ -186,22 +170,10 @@ def test_the_site_builds_from_a_clean_environment_without_a_warning(tmp_path):
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
 
-    found = {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
-    assert {f"experiments/{name}.html" for name in options.experiments()} <= {
-        str(path.relative_to(site)) for path in found
-    }
-    for path, page in found.items():
-        assert not [x for x in page.loaded if re.match(r"(https?:)?//", x)], path
-        if path.name == "404.html":
-            continue
-        for link in page.links:
-            parts = urllib.parse.urlsplit(link)
-            if parts.scheme:
-                continue
-            to = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
-            assert to.exists(), f"{path}: {link}"
-            if parts.fragment and to in found:
-                assert urllib.parse.unquote(parts.fragment) in found[to].ids, f"{path}: {link}"
+    found = {str(path.relative_to(site)): path.read_text("utf-8") for path in site.rglob("*.html")}
+    assert {f"experiments/{name}.html" for name in options.experiments()} <= set(found)
+    for name, text in found.items():  # a browser loads nothing from elsewhere by itself
+        assert not re.findall(LOADED, text), name
     _check_search(site)
     assert "<math" in (site / "notebooks" / "your_own.html").read_text("utf-8")
     key = config_help.meanings(ROOT / "configs" / "decode_default.py").popitem()[0]

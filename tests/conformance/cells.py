@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from support import block_heads, block_kind, gate_kind, mtp_modules, tiny_models
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import LLAMA, loaded, random_weights
 
 from docs.examples import my_drafter
 from spec_jax import SpeculativeConfig, SpeculativeDecoder, host_drafter
@@ -25,7 +25,7 @@ from spec_jax.loading import LoadedModel, random_head
 from spec_jax.models import transformer
 
 K = 3
-TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+TARGET = loaded(LLAMA)
 DRAFT = dataclasses.replace(TARGET, name="draft", params=random_weights(LLAMA, 1))
 LAYERS = {
     name.replace("-", " "): dataclasses.replace(

@@ -10,10 +10,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import BAMBA, LLAMA, MAMBA2, random_weights
+from support.tiny_models import BAMBA, LLAMA, MAMBA2, loaded
 
 from spec_jax import SpeculativeDecoder
-from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 
 LIMIT = 127  # of the 128 slots that decoding allocates
@@ -23,7 +22,7 @@ ROOMS = (1, 2, 3, 4, 5, 60)  # tokens that are left to a prompt
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [LLAMA, MAMBA2, BAMBA], ids=["llama", "mamba2", "bamba"])
 def test_plain_rows_that_fill_the_cache_are_those_of_a_pass_without_one(config):
-    target = LoadedModel("t", transformer.model(config), random_weights(config), config=config)
+    target = loaded(config, "t")
     text = np.random.default_rng(0).integers(0, 9, 12).tolist() * LIMIT
     prompts = [text[i : i + LIMIT - room] for i, room in enumerate(ROOMS)]
     rows = SpeculativeDecoder(target).generate(prompts, max_length=LIMIT, stop_tokens=())

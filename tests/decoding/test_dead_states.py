@@ -17,21 +17,74 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toys
-from support.automata import Automata
 from support.tiny_models import DEEPSEEK_TARGET, LLAMA, random_weights
 
 import spec_jax
 from spec_jax import SamplerConfig, testing
-from spec_jax.contracts import Rule
+from spec_jax.contracts import Processor, Rule
 from spec_jax.engine.generation import Generation, fault_of
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import InvalidVerdictError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 from spec_jax.overlap.overlap import Devices
+from spec_jax.processors import per_token
 from spec_jax.rules import batched, chain
+from spec_jax.testing.oracles import toy_logits
 
 V, NEW = toys.V, 6
+
+
+class Automata:
+    """Automata over ``vocab_size`` tokens, one for each pair of tokens that begins a prompt.
+
+    Attributes:
+      prompts: all pairs.
+      processor: allows what the automaton of the row allows.
+      stop: the stop token.
+    """
+
+    def __init__(self, vocab_size: int, num_states: int = 5, seed: int = 0):
+        draw, V, S = np.random.default_rng(seed), vocab_size, num_states
+        N, self.stop = V * V, V - 1
+        self.prompts = [[i // V, i % V] for i in range(N)]
+        allowed = draw.random((N, S, V)) < draw.uniform(0.2, 0.9, (N, 1, 1))
+        after = draw.integers(0, S, (N, S, V))
+        after[:, :, self.stop] = S - 1
+        allowed[:, S - 1] = False  # final and dead; a state without a token is dead by chance
+        after = np.where(allowed, after, S - 1)
+        allowed[:, 0] |= np.eye(V, dtype=bool)[draw.integers(0, V, N)]  # each emits a token
+        after[:, 0] = np.where(after[:, 0] == S - 1, draw.integers(0, S - 1, (N, V)), after[:, 0])
+        after[:, 0, self.stop] = S - 1
+        self.allowed, self.after = allowed, after
+        tables = jnp.asarray(allowed), jnp.asarray(after, jnp.int32)
+
+        def init(tokens, length, vocab_size):
+            return {"which": tokens[0] * V + tokens[1], "state": jnp.zeros((), jnp.int32)}
+
+        def apply(state, logits):
+            return jnp.where(tables[0][state["which"], state["state"]], logits, -jnp.inf)
+
+        def advance(state, token):
+            return {**state, "state": tables[1][state["which"], state["state"], token]}
+
+        self.processor = Processor("g", *per_token(init, apply, advance))
+
+    def greedy(self, params, prompt: list[int], max_new_tokens: int) -> tuple[tuple, str]:
+        """The greedy output of a toy model, and why it ends, without the code that decodes."""
+        which, state, output = prompt[0] * self.allowed.shape[2] + prompt[1], 0, []
+        while len(output) < max_new_tokens:
+            is_allowed = self.allowed[which, state]
+            if not is_allowed.any():
+                return tuple(output), "nan_target"
+            logits = np.where(is_allowed, toy_logits(params, [*prompt, *output]), -np.inf)
+            output.append(int(logits.argmax()))
+            state = self.after[which, state, output[-1]]
+            if output[-1] == self.stop:
+                return tuple(output), "stop_token"
+        return tuple(output), "length"
+
+
 AUTOMATA = Automata(V)
 PROMPTS, STOPS = AUTOMATA.prompts, [AUTOMATA.stop]
 FORBIDDEN = "processor 'g' forbade every token of the target"

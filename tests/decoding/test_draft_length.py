@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from oracles import markov as oracle
 from support import markov
-from support.markov import DECODERS, TARGET, K, Row, V, calls
+from support.decoders import plain_tokens
+from support.markov import DECODERS, TARGET, K, Row, calls
 
 import spec_jax
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, sharding
@@ -20,6 +21,7 @@ from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
 from spec_jax.overlap.overlap import Devices
+from spec_jax.testing.oracles import toy_logits
 
 LONGEST, NEW = 14, 12
 PROMPTS = [[0, 1], [3, 2, 0, 1, 1, 2], [1] * 10, [2, 3] * 5, [0, 2, 1] * 6]
@@ -71,16 +73,6 @@ def check_offers(decoder, prompts, rows):
     assert min(map(sum, zip(*counts))) > 0
 
 
-def argmax_rows(prompts, new):
-    rows = []
-    for prompt in prompts:
-        text = [0, *prompt]
-        for _ in range(new):
-            text.append(int(markov.TABLE[text[-2] * V + text[-1]].argmax()))
-        rows.append(tuple(text[-new:]))
-    return rows
-
-
 def test_a_row_is_drafted_up_to_its_drafters_length_and_then_decoded_plainly(caplog):
     """Prompts before and past it; the target drafts for itself, so what is offered is accepted."""
     config = SpeculativeConfig(num_speculative_tokens=K)
@@ -89,7 +81,8 @@ def test_a_row_is_drafted_up_to_its_drafters_length_and_then_decoded_plainly(cap
     with caplog.at_level(logging.WARNING):
         rows = decoder.generate(PROMPTS, NEW)
         decoder.generate(PROMPTS, NEW)
-    assert [row.tokens for row in rows] == argmax_rows(PROMPTS, NEW)
+    logits_of = functools.partial(toy_logits, TARGET.params)
+    assert [list(row.tokens) for row in rows] == [plain_tokens(logits_of, x, NEW) for x in PROMPTS]
     check_offers(decoder, PROMPTS, rows)
     for prompt, row in zip(PROMPTS, rows):
         begins = {len(prompt) + i: n for i, n in enumerate(row.trace.offered) if n >= 0}

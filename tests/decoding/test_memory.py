@@ -12,11 +12,12 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from support.decoders import rule
 from support.tiny_models import DEEPSEEK_TARGET, QWEN35_MOE
 
 from spec_jax import decoding
 from spec_jax import planning as plan
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, init_head
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
@@ -31,7 +32,6 @@ from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.runs import runs_of
 from spec_jax.planning import hlo
 from spec_jax.planning.work import Setting, Stack
-from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.tree import DynamicTree, Tree
 
@@ -53,7 +53,23 @@ def config(num_layers: int, scan_layers: bool = False) -> ModelConfig:
 TARGET_LAYERS = 4  # a layer is then an eighth of the cache, keys and values
 
 
-def lower(
+def weights_of(config):
+    return jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
+
+
+def compile_system(system, params, batch=1, slots=SLOTS):
+    """The program of rounds, by the shapes of weights alone, and the bytes of both caches."""
+    sampler = make_sampler(SamplerConfig(), batch, system.target.vocab_size)
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    request = i32(batch, 16), i32(batch), i32(batch), i32(batch, 1), sampler, sampler
+    prefill = functools.partial(decoding.prefill, system=system, slots=slots)
+    state = jax.eval_shape(prefill, params, *request)
+    program = decoding.generate.lower(params, state, i32(batch), i32(), system=system).compile()
+    caches = jax.tree.leaves((state.target, state.draft))
+    return program, sum(math.prod(x.shape) * x.dtype.itemsize for x in caches)
+
+
+def compile_generate(
     num_draft,
     batch=1,
     draft_layers=1,
@@ -62,48 +78,29 @@ def lower(
     tree=None,
     kind="standalone",
 ):
-    """Arguments of ``decoding.generate`` by shape alone, and the bytes of both caches."""
     target, draft = config(TARGET_LAYERS, scan_layers), config(draft_layers, scan_layers)
-    options = dict(num_speculative_tokens=max(num_draft, 1), rejection_sampling_strategy=strategy)
-    rule = make_rule(SpeculativeConfig(**options))
-    has_draft = num_draft and kind != "ngram"
-    drafter = standalone(transformer.model(draft), tree) if num_draft else NO_DRAFT
-    key = jax.random.key(0)
-    weights = lambda c: jax.eval_shape(functools.partial(transformer.init_params, c), key)
-    params = {"target": weights(target), "draft": weights(draft) if has_draft else None}
     model = transformer.model(target)
-    if kind == "ngram":
+    params = {"target": weights_of(target), "draft": None}
+    if not num_draft:
+        drafter = NO_DRAFT
+    elif kind == "ngram":
         drafter = ngram()
     elif kind == "head":
         head = EagleConfig.of_target(target, draft_vocab_size=VOCAB // 2)
         model = transformer.model(target, head.taps)
         drafter = eagle(head, model, tree)
-        head_params = jax.eval_shape(functools.partial(init_head, head), key)
+        head_params = jax.eval_shape(functools.partial(init_head, head), jax.random.key(0))
         params["draft"] = {"head": head_params, "target": params["target"]}
-    system = decoding.System(model, drafter, rule, num_draft)
-    sampler = make_sampler(SamplerConfig(), batch, VOCAB)
-    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    state = jax.eval_shape(
-        functools.partial(decoding.prefill, system=system, slots=SLOTS),
-        params,
-        i32(batch, 16),
-        i32(batch),
-        i32(batch),
-        i32(batch, 1),
-        sampler,
-        sampler,
-    )
-    arguments = (params, state, i32(batch), i32())
-    return arguments, system, _bytes((state.target, state.draft))
+    else:
+        drafter, params["draft"] = standalone(transformer.model(draft), tree), weights_of(draft)
+    return compile_system(decoding.System(model, drafter, rule(strategy), num_draft), params, batch)
 
 
-def _bytes(tree) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def compile_generate(*args, **options):
-    arguments, system, cache_bytes = lower(*args, **options)
-    return decoding.generate.lower(*arguments, system=system).compile(), cache_bytes
+def compile_target(target, num_draft, slots):
+    """The program of one row whose drafts are copied."""
+    params = {"target": weights_of(target), "draft": None}
+    system = decoding.System(transformer.model(target), ngram(), rule("greedy"), num_draft)
+    return compile_system(system, params, slots=slots)
 
 
 def in_loops(text: str) -> dict[str, hlo.Instruction]:
@@ -220,21 +217,6 @@ def test_a_loop_over_layers_copies_no_stack_of_a_cache(family):
         named = in_loops(program.as_text())
         assert not [name for name in moved if any(x.dims == dims for x in named[name].arrays)]
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
-
-
-def compile_target(target, num_draft, slots):
-    """The program of one row whose drafts are copied, and the bytes of the cache."""
-    params = {"target": jax.eval_shape(lambda: transformer.init_params(target, jax.random.key(0)))}
-    params["draft"] = None
-    rule = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
-    system = decoding.System(transformer.model(target), ngram(), rule, num_draft)
-    sampler, i32 = make_sampler(SamplerConfig(), 1, target.vocab_size), jax.ShapeDtypeStruct
-    shapes = [i32(shape, jnp.int32) for shape in ((1, 16), (1,), (1,), (1, 1))]
-    prefill = functools.partial(decoding.prefill, system=system, slots=slots)
-    state = jax.eval_shape(prefill, params, *shapes, sampler, sampler)
-    rounds = i32((1,), jnp.int32), i32((), jnp.int32)
-    program = decoding.generate.lower(params, state, *rounds, system=system).compile()
-    return program, _bytes(state.target)
 
 
 _LATENT = dict(num_attention_heads=8, kv_lora_rank=512, q_lora_rank=384, qk_nope_head_dim=128)

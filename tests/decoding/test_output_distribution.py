@@ -99,22 +99,17 @@ def check_drafted(name, place, stats):
 
 name_of = lambda case: "-".join(case)
 # Of the exhaustive tier: each drafter with one of its rules, and some where the cache ends.
-DUE = [*zip(DRAWN, ("residual", "block") * 3), *CASES[2 * len(DRAWN) :]]
+DUE = [(*case, "inside") for case in zip(DRAWN, ("residual", "block") * 3)]
+DUE += [(*case, "inside") for case in CASES[2 * len(DRAWN) :]]
+DUE += [(name, "residual", "at the end") for name in ("host", "adaptive", "chain", "tree")]
 ALL = [(*case, "inside") for case in CASES]
 ALL += [(name, "residual", "at the end") for name in DECODERS]
-AT_END = ("host", "adaptive", "chain", "tree")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", DUE, ids=name_of)
 def test_outputs_have_the_distribution_of_plain_decoding(case):
-    check(*case, "inside", FEW)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", AT_END)
-def test_outputs_that_fill_the_cache_have_the_distribution_of_plain_decoding(name):
-    check(name, "residual", "at the end", FEW)
+    check(*case, FEW)
 
 
 @pytest.mark.measure

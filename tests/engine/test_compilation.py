@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import LLAMA, random_weights
+from support.decoders import plain_tokens
+from support.tiny_models import LLAMA, loaded
 
 from spec_jax import DecodeQueue, compilation, progress, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -28,7 +29,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.loading import LoadedModel, random_head
-from spec_jax.models import transformer
+from spec_jax.testing.oracles import toy_logits
 
 COMPILE, TRACE = (
     f"/jax/core/compile/{name}_duration" for name in ("backend_compile", "jaxpr_trace")
@@ -158,7 +159,7 @@ def decoders(kind: str) -> SpeculativeDecoder:
     if kind == "suffix":
         return SpeculativeDecoder(target, config=SpeculativeConfig("suffix"))
     if kind == "eagle":
-        target = LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), None, LLAMA)
+        target = loaded(LLAMA, "target")
         head = random_head(EagleConfig.of_target(LLAMA, 3), jax.random.key(0))
         return SpeculativeDecoder(target, head, SpeculativeConfig("eagle", 2))
     options = {"is_adaptive": True, "adaptive_buckets": (0, 1, 3)} if kind == "adaptive" else {}
@@ -345,14 +346,6 @@ def unpadded(target: LoadedModel) -> LoadedModel:
     return dataclasses.replace(target, model=model)
 
 
-def greedy(target: LoadedModel, ids: list[int], num_tokens: int) -> tuple[int, ...]:
-    """Decodes a toy model, of which each token depends on the last two, by its table."""
-    table, tokens = np.asarray(target.params["logits"]), [0, *ids]
-    for _ in range(num_tokens):
-        tokens.append(int(table[tokens[-2] * table.shape[1] + tokens[-1]].argmax()))
-    return tuple(tokens[len(ids) + 1 :])
-
-
 def test_prompts_cost_what_they_hold_and_one_program_a_size_of_pass():
     """Beside the longest of their set: in a call, and in a queue whatever rows are free at once."""
     decoder = SpeculativeDecoder(testing.mock_model(7))
@@ -379,12 +372,13 @@ def test_prompts_cost_what_they_hold_and_one_program_a_size_of_pass():
 
 def test_prompts_that_cannot_be_padded_share_programs_whatever_their_lengths():
     target = testing.mock_model(7)
+    logits_of = functools.partial(toy_logits, target.params)
     decoder = SpeculativeDecoder(unpadded(target))
     decoder.warmup(9, 4)
+    prompts = [[i * n % 7 for i in range(n)] for n in range(1, 17)]
+    expected = [plain_tokens(logits_of, ids, 4) for ids in prompts]
     with counted() as names:
-        for n in range(1, 17):
-            ids = [i * n % 7 for i in range(n)]
-            assert decoder.generate(ids, 4).tokens == greedy(target, ids, 4)
+        assert [list(decoder.generate(ids, 4).tokens) for ids in prompts] == expected
     assert names == []
 
 
@@ -395,7 +389,8 @@ def test_long_prompts_that_cannot_be_padded_are_fed_in_few_passes(chunk):
     target = testing.mock_model(7)
     decoder = SpeculativeDecoder(unpadded(target), prefill_chunk=chunk)
     prompts = [[i * n % 7 for i in range(n)] for n in (1, 19, 20, 41, 150, 600, 700)]
-    expected = [greedy(target, ids, 30) for ids in prompts]
+    logits_of = functools.partial(toy_logits, target.params)
+    expected = [tuple(plain_tokens(logits_of, ids, 30)) for ids in prompts]
     assert [decoder.generate(ids, 30).tokens for ids in prompts] == expected
     rows = decoder.generate([prompts[3]] * 2, 30, num_samples=2)
     assert {row.tokens for row in rows} == {expected[3]}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.eagle_heads import CONFIGS, head_of
 from support.meshes import mesh
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import LLAMA, loaded
 
 from spec_jax import (
     DecodeQueue,
@@ -28,7 +28,6 @@ from spec_jax.engine.queue import ROUNDS_BETWEEN, sampler_of
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import Cancelled, PromptError
 from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.models import transformer
 from spec_jax.sampling import make_samplers
 from spec_jax.testing import mock_model, toy_model
 
@@ -325,7 +324,7 @@ def in_chunks(drafts=None, where=None):
     head = drafts and LoadedHead("head", CONFIGS["eagle-3"], head_of(CONFIGS["eagle-3"]))
     config = head and SpeculativeConfig("eagle", rejection_sampling_strategy="match")
     return SpeculativeDecoder(
-        LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA),
+        loaded(LLAMA, "target"),
         head,
         config,
         target_sampler=SamplerConfig(1.0, seed=40),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.decoders import start
 from support.scripted import BUCKETS, Known, Script
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import LLAMA, loaded
 
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -25,8 +25,7 @@ from spec_jax.engine.adaptive.policy import Plan
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, AdaptiveState
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.loading import LoadedModel, random_head
-from spec_jax.models import transformer
+from spec_jax.loading import random_head
 from spec_jax.rules import make_rule
 from spec_jax.sampling import make_sampler
 from spec_jax.testing import Row, certify_rule, mock_model
@@ -68,7 +67,7 @@ def test_emits_exactly_the_plain_stream(mocks, plain):
     assert len(drafted) == 3 and rounds > drafted[0] > drafted[2] > 0  # rounds of K = 0 and 1
 
 
-TARGET = LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+TARGET = loaded(LLAMA, "target")
 HEAD = random_head(EagleConfig.of_target(LLAMA, 3, 20), jax.random.key(2))
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.decoding import DecodeState, Finish, Kind
-from spec_jax.engine.adaptive.runner import drafts_since
+from spec_jax.decoding import Finish, Kind
 from spec_jax.engine.stats import Stats, row_stats
 
 
@@ -67,26 +65,3 @@ def test_rounds_without_drafts_past_the_drafters_length_are_counted():
     stats = row_stats(kind, offered, 1, drafted_until=3)
     assert "past the draft's maximum length 2 rounds" in repr(stats + stats.__class__())
     assert "past the draft" not in repr(Stats()) and stats.to_dict()["undrafted_rounds"] == 2
-
-
-def test_adaptive_k_learns_of_no_draft_that_was_cut_or_had_no_room():
-    """Rows: rejected; all accepted; cut after two; two rounds, the second past its length."""
-    k, S = Kind, 12
-    rows = [
-        ([k.FIRST, k.ACCEPTED, k.CORRECTED], [-1, 3, -1]),
-        ([k.FIRST, k.ACCEPTED, k.ACCEPTED, k.ACCEPTED, k.BONUS], [-1, 3, -1, -1, -1]),
-        ([k.FIRST, k.ACCEPTED, k.ACCEPTED], [-1, 3, -1]),
-        ([k.FIRST, k.CORRECTED, *[k.ACCEPTED] * 3, k.BONUS, k.BONUS], [-1, 3, 3, -1, -1, -1, 0]),
-        ([k.FIRST, k.BONUS], [-1, 0]),  # nothing was offered: as if rejected
-    ]
-    begin = 2
-    pad = lambda x, value: [value] * begin + x + [value] * (S - begin - len(x))
-    fields = dict.fromkeys(DecodeState.__dataclass_fields__)
-    fields |= {"kind": jnp.asarray([pad(x, 0) for x, _ in rows], jnp.int8)}
-    fields |= {"offered": jnp.asarray([pad(x, -1) for _, x in rows], jnp.int16)}
-    since = jnp.full(len(rows), begin + 1)
-    found = lambda until: drafts_since(
-        DecodeState(**fields), since, jnp.int32(until), max_draft=3
-    ).tolist()
-    assert found(begin + 5) == [[6, 4, 2], [4, 3, 2]]
-    assert found(S) == [[7, 4, 2], [4, 3, 2]]

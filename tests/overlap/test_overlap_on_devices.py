@@ -10,22 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.decoders import MIXED_SAMPLERS
+from support.decoders import MIXED_SAMPLERS, plain_tokens
 from support.runs import check_run_files
-from support.tiny_models import LLAMA, random_weights
 
 from experiments import overlap as experiment
-from spec_jax import decoding, rng, testing
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax import decoding, testing
+from spec_jax.config import SamplerConfig
 from spec_jax.decoding import Finish, Kind
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
-from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.queue import DecodeQueue
 from spec_jax.engine.request import make_request
-from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.overlap import overlap
 from spec_jax.rules import MATCH
 from spec_jax.sampling import make_sampler
@@ -110,19 +104,8 @@ def output(record):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Plain decoding in NumPy: only the noise's name is shared."""
-    rows = []
-    for prompt, config in zip(PROMPTS, SAMPLERS):
-        seeds = jnp.full((8 + NEW,), config.seed, jnp.uint32)
-        keys = rng.keys(seeds, rng.Purpose.TARGET, jnp.arange(8 + NEW))
-        noise, out = np.asarray(rng.gumbel(keys, V)), []
-        while len(out) < NEW:
-            logits = toy_logits(PARAMS["target"], [*prompt, *out])
-            probs = testing.reference_distribution(logits, config, prompt, out)
-            with np.errstate(divide="ignore"):
-                out.append(int(np.argmax(np.log(probs) + noise[len(prompt) + len(out)])))
-        rows.append(out)
-    return rows
+    logits_of = functools.partial(toy_logits, PARAMS["target"])
+    return [plain_tokens(logits_of, *row) for row in zip(PROMPTS, [NEW] * 4, SAMPLERS)]
 
 
 @pytest.fixture(scope="module")
@@ -185,29 +168,6 @@ def test_a_row_that_is_cancelled_leaves_the_others_as_they_are(loop, plain):
     assert [output(rows[i]) for i in (0, 2, 3)] == [plain[i] for i in (0, 2, 3)]
     assert output(rows[1]) == plain[1][: len(output(rows[1]))]
     assert rows[1].finish == Finish.CANCELLED
-
-
-# ----------------------------------------------------------- models with caches, by the decoder
-
-
-def loaded(name, noise=0.0):
-    """A Llama; with noise on its weights it drafts well for the one without, and not always."""
-    moved = lambda w: w + noise * np.random.RandomState(w.size % 2**31).standard_normal(w.shape)
-    params = jax.tree.map(lambda w: jnp.asarray(moved(w), w.dtype), random_weights(LLAMA))
-    return LoadedModel(name, transformer.model(LLAMA), params, config=LLAMA)
-
-
-def test_what_an_overlapped_decoder_cannot_do_is_named():
-    target, draft = loaded("target"), loaded("draft", 0.01)
-    with pytest.raises(ConfigError, match="a queue refills rows"):
-        options = dict(batch=1, max_prompt_tokens=2)
-        DecodeQueue(SpeculativeDecoder(target, draft, devices=devices()), [(0, [1])], **options)
-    with pytest.raises(ConfigError, match="an overlapped draft needs a fixed K"):
-        config = SpeculativeConfig("standalone", 3, is_adaptive=True)
-        SpeculativeDecoder(target, draft, config, devices=devices())
-    with pytest.raises(ConfigError, match="drafts nothing"):
-        SpeculativeDecoder(target, devices=devices())
-    assert not SpeculativeDecoder.new_n1(target, draft, devices=devices()).is_overlapped
 
 
 def test_draft_and_verify_of_a_tick_run_at_the_same_time(loop, monkeypatch):

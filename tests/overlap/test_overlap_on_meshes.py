@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import pytest
-from support.tiny_models import LLAMA, random_tensor, random_weights
+from support.tiny_models import LLAMA, loaded, near
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, make_mesh
-from spec_jax.errors import ConfigError
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.overlap.overlap import Devices
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], [3, 1], [2, 2, 2], [30]]
 SPLITS = {"2 and 6": ("tensor:2", "data:3,tensor:2"), "4 and 4": ("data:2,tensor:2", "tensor:4")}
 
 
-def loaded(name: str, noise: float = 0.0) -> LoadedModel:
-    """A Llama; with noise on its weights it drafts well for the one without, and not always."""
-    moved = lambda w: w + noise * jnp.asarray(random_tensor(str(w.shape), w.shape, 1))
-    params = jax.tree.map(moved, random_weights(LLAMA))
-    return LoadedModel(name, transformer.model(LLAMA), params, config=LLAMA)
-
-
-TARGET, DRAFT = loaded("target"), loaded("draft", 0.1)
+TARGET = loaded(LLAMA)
+DRAFT = near(TARGET)
 
 
 def sides(split: str) -> Devices:
@@ -78,9 +68,3 @@ def test_sides_that_share_devices_take_turns_on_the_targets_mesh():
 def test_one_token_a_pass_runs_on_the_targets_mesh():
     decoder = SpeculativeDecoder.new_n1(TARGET, DRAFT, devices=sides("4 and 4"))
     assert decoder.mesh.shape == {"data": 1, "tensor": 4}
-
-
-def test_a_mesh_of_other_axes_is_no_side():
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
-    with pytest.raises(ConfigError, match="the mesh has axes 'x'; expected data and tensor"):
-        Devices(mesh, jax.devices()[2])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import LLAMA, loaded
 
 from configs import decode_default, evaluate_zoo, regenerate_zoo
 from experiments.overlap import make_sides
@@ -15,13 +15,12 @@ from spec_jax import SpeculativeConfig, SpeculativeDecoder, meshes, sharding
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions
-from spec_jax.loading import LoadedModel, random_head
-from spec_jax.models import transformer
+from spec_jax.loading import random_head
 from spec_jax.models.specs import ParamSpec
 from spec_jax.overlap import overlap
 from spec_jax.overlap.overlap import mesh_of_side
 
-TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+TARGET = loaded(LLAMA)
 TOO_MANY = f"data:{len(jax.devices()) + 1}"
 
 

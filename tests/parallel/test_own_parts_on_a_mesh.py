@@ -8,17 +8,15 @@ import jax
 import numpy as np
 import pytest
 from support.meshes import mesh
-from support.tiny_models import LLAMA, random_weights
+from support.tiny_models import LLAMA, loaded
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, host_drafter
 from spec_jax.contracts import Rule
 from spec_jax.errors import InvalidDraftError
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.rules import chain
 
 V, K = LLAMA.vocab_size, 3
-TARGET = LoadedModel("target", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+TARGET = loaded(LLAMA, "target")
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 5], [9], [3, 1]]
 SAMPLERS = [SamplerConfig(0.5, seed=row) for row in range(4)]
 

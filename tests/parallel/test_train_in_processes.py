@@ -6,13 +6,11 @@ import jax
 import numpy as np
 import pytest
 from support import train_worker
-from support.files import held_out, pieces_of, tiny_config, tokenizer_of, write_lines
+from support.files import experiment_files, tiny_config
 from support.launched import begin, run
-from support.tiny_models import random_weights
 
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.loading import load_model, random_head
-from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.train.log import read_metrics
 
 WORKER = "support.train_worker"
@@ -22,13 +20,9 @@ WORKER = "support.train_worker"
 def files(tmp_path_factory):
     """A target, a head, texts and prompts."""
     folder = tmp_path_factory.mktemp("files")
-    texts, config = held_out(6), tiny_config()
-    save_pretrained(folder / "target", random_weights(config), config, tokenizer_of(texts))
+    config = experiment_files(folder, tiny_config())
     head = random_head(EagleConfig.of_target(config, 1), jax.random.key(1))
     head.save(folder / "head", load_model(folder / "target"))
-    pieces = pieces_of(texts, 2000)
-    write_lines(folder / "texts.jsonl", ({"text": piece} for piece in pieces))
-    write_lines(folder / "prompts.jsonl", ({"prompt": piece[:20]} for piece in pieces))
     return folder
 
 

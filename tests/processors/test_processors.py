@@ -7,15 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.repeats import COST, REPEATS, advance, apply, init
 from support.scripted import BUCKETS, Known, Script
 
-from spec_jax import rng, testing
+from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Processor
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.named import to_rule
 from spec_jax.processors import per_token
@@ -24,6 +22,27 @@ from spec_jax.testing import CertificateError
 from spec_jax.tree import Tree
 
 V, NEW = 5, 14
+COST = 1.5
+
+
+def init(tokens, length, vocab_size):
+    pairs = jnp.zeros((vocab_size, vocab_size), jnp.int32)
+    is_in = jnp.arange(1, len(tokens)) < length
+    pairs = pairs.at[tokens[:-1], tokens[1:]].add(is_in.astype(jnp.int32))
+    return {"pairs": pairs, "last": tokens[jnp.maximum(length - 1, 0)].astype(jnp.int32)}
+
+
+def apply(state, logits):
+    return logits - COST * state["pairs"][state["last"]]
+
+
+def advance(state, token):
+    return {"pairs": state["pairs"].at[state["last"], token].add(1), "last": token}
+
+
+REPEATS = Processor("repeats", *per_token(init, apply, advance))
+
+
 PROMPTS = [[1, 2, 1, 2], [3], [4, 4, 0]]
 SAMPLERS = [
     SamplerConfig(processors=(REPEATS,)),
@@ -65,21 +84,6 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(mocks, name):
     without = [dataclasses.replace(x, processors=()) for x in SAMPLERS]
     others = tokens_of(decoder.generate(PROMPTS, NEW, sampler=without))
     assert others[0] != plain[0] and others[1] != plain[1] and others[2] == plain[2]
-
-
-@pytest.mark.exhaustive
-def test_rows_that_are_refilled_begin_anew(mocks):
-    prompts = [[i % V, (2 * i) % V] for i in range(5)]
-    samplers = [dataclasses.replace(x, seed=0) for x in SAMPLERS]
-    decoder = make(mocks, CONFIGS["chain"])
-    options = {"max_new_tokens": NEW, "sampler": samplers}
-    queue = dict(DecodeQueue(decoder, prompts, batch=2, stop_tokens=[3], **options))
-    for i, row in queue.items():
-        sampler = dataclasses.replace(samplers[i % 3], seed=rng.turn_seed(0, i // 3))
-        alone = SpeculativeDecoder(mocks[0]).generate(
-            prompts[i], NEW, sampler=sampler, stop_tokens=[3]
-        )
-        assert row.tokens == alone.tokens
 
 
 @pytest.mark.exhaustive

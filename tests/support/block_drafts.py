@@ -1,11 +1,9 @@
 """DFlash, DSpark and TreeFlash heads with random weights, for tiny targets."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.tiny_models import LLAMA, TINY, random_tensor, random_weights
+from support.tiny_models import LLAMA, TINY, loaded, random_tensor
 
 from spec_jax.drafters.block.config import (
     DFlash2Config,
@@ -14,12 +12,12 @@ from spec_jax.drafters.block.config import (
     TreeFlashConfig,
 )
 from spec_jax.drafters.block.model import block_table
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedHead
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
-from spec_jax.models.params import flat_table
+from spec_jax.models.params import flat_table, nest
 
-TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+TARGET = loaded(LLAMA)
 SLIDING = dict(windows=(3, None), is_causal=(True, False))
 # A sliding causal layer before one that sees all; and blocks that are causal as a whole.
 HEADS = {
@@ -56,39 +54,27 @@ HEADS = {
 
 
 def file_names(config):
-    """Of each weight, by its dotted name, that in a file of z-lab."""
-    named = {}
+    """Of each weight, by its dotted name, that in a file of z-lab, and its ``ParamSpec``."""
+    found = {}
     for name, spec in flat_table(block_table(config)).items():
         prefix = f"layers.{name.split('.')[1]}." if name.startswith("layers.") else ""
-        named[name] = spec.hf_name.replace("model.layers.{i}.", prefix)
-    return named
-
-
-def nested(flat):
-    """Dicts in dicts, of names joined by dots."""
-    out = {}
-    for name, value in flat.items():
-        *outer, last = name.split(".")
-        functools.reduce(lambda d, key: d.setdefault(key, {}), outer, out)[last] = value
-    return out
+        found[name] = spec.hf_name.replace("model.layers.{i}.", prefix), spec
+    return found
 
 
 def tensors_of(config, seed=0):
     """Random published tensors by name."""
-    specs, names = flat_table(block_table(config)), file_names(config)
     shape = lambda spec: spec.shape[::-1] if spec.is_linear else spec.shape
-    return {names[n]: 2 * random_tensor(names[n], shape(s), seed) for n, s in specs.items()}
+    stored = file_names(config).values()
+    return {name: 2 * random_tensor(name, shape(spec), seed) for name, spec in stored}
 
 
 def head_of(config, seed=0):
     """The head of ``tensors_of``."""
-    specs, names, tensors = (
-        flat_table(block_table(config)),
-        file_names(config),
-        tensors_of(config, seed),
-    )
-    read = lambda n, spec: tensors[names[n]].T if spec.is_linear else tensors[names[n]]
-    params = nested({n: jnp.asarray(read(n, spec)) for n, spec in specs.items()})
+    tensors = tensors_of(config, seed)
+    turned = lambda name, spec: tensors[name].T if spec.is_linear else tensors[name]
+    names = file_names(config).items()
+    params = nest({ours: jnp.asarray(turned(*stored)) for ours, stored in names})
     return LoadedHead(config.name, config, params)
 
 

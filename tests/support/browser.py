@@ -19,18 +19,11 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-def browse(url: str, home: pathlib.Path, *flags: str) -> str:
-    """Opens a page, runs its scripts, does what the flags say, and returns what it prints."""
-    arguments = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={home}"]
-    done = subprocess.run(
-        [*arguments, *flags, url], capture_output=True, text=True, timeout=120, check=True
-    )
-    return done.stdout
-
-
-def dump(url: str, home: pathlib.Path, *flags: str) -> str:
+def dump(url: str, home: pathlib.Path) -> str:
     """Returns the elements of a page, after its scripts, as HTML."""
-    return browse(url, home, "--dump-dom", *flags)
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={home}"]
+    options = dict(capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run([*command, "--dump-dom", url], **options).stdout
 
 
 _WITH_PIPES = """

@@ -9,13 +9,11 @@ import pathlib
 import sys
 
 from ml_collections import ConfigDict
-from support.tiny_models import random_weights
+from support.tiny_models import loaded
 
 from experiments.run import cli
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, processes
 from spec_jax.engine.cancellation import CancellationToken
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 
 _CONFIG = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
@@ -30,8 +28,7 @@ def get_config():
 
 
 def model(seed):
-    weights = random_weights(CONFIG, seed)
-    return LoadedModel(f"tiny-{seed}", transformer.model(CONFIG), weights, None, CONFIG)
+    return loaded(CONFIG, f"tiny-{seed}", seed)
 
 
 def decoder(mesh, **options):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decoding
+from spec_jax import decoding, rng, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.contracts import Context
 from spec_jax.drafters.standalone.model import standalone
@@ -62,19 +62,45 @@ def features_of(target, params, tokens):
     return target.forward(params["target"], tokens).features
 
 
-def changed_draft(change):
-    """``make(target)`` of a draft model whose proposals are ``change(proposal, context)``."""
+def plain_tokens(logits_of, prompt, num_tokens, config=SamplerConfig()):
+    """Plain decoding in NumPy, of a model given as a function: only the noise's name is shared."""
+    output = []
+    while len(output) < num_tokens:
+        history = [*prompt, *output]
+        p = testing.reference_distribution(logits_of(history), config, prompt, output)
+        position = jnp.asarray([len(history)])
+        key = rng.keys(jnp.asarray([config.seed], jnp.uint32), rng.Purpose.TARGET, position)
+        with np.errstate(divide="ignore"):
+            output.append(int(np.argmax(np.log(p) + np.asarray(rng.gumbel(key, len(p)))[0])))
+    return output
+
+
+def mutant(see=None, change=None):
+    """``make(target)`` of a draft model that is wrong in one way.
+
+    Args:
+      see: ``(params, context, num_draft) -> context``, with which it drafts.
+      change: ``(proposal, params, context, num_draft) -> proposal``.
+    """
 
     def make(target):
         honest = standalone(target.model)
 
         def propose(params, state, context, num_draft):
-            proposal, state = honest.propose(params, state, context, num_draft)
-            return change(proposal, context), state
+            seen = see(params, context, num_draft) if see and num_draft else context
+            proposal, state = honest.propose(params, state, seen, num_draft)
+            if change and num_draft:
+                proposal = change(proposal, params, context, num_draft)
+            return proposal, state
 
         return honest._replace(name="mutant", propose=propose)
 
     return make
+
+
+def changed_draft(change):
+    """``mutant`` of ``change(proposal, context)``."""
+    return mutant(change=lambda proposal, params, context, num_draft: change(proposal, context))
 
 
 def start(decoder, prompts, max_new_tokens, sampler, system=None, **options):

@@ -7,17 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.drafters import registry
-from spec_jax.drafters.block.config import (
-    DFlash2Config,
-    DFlashConfig,
-    DSparkConfig,
-    TreeFlashConfig,
-)
-from spec_jax.drafters.block.objective import OBJECTIVES as BLOCKS
-from spec_jax.drafters.eagle.model import EagleConfig, PEagleConfig
-from spec_jax.drafters.eagle.objective import EAGLE1, EAGLE3, PEAGLE
-from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.drafters.mtp.objective import MTP
 from spec_jax.drafters.standalone import objective
 from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
@@ -36,16 +25,21 @@ _DRAFT = dict(vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_la
 _DRAFT |= dict(num_attention_heads=8, num_key_value_heads=8, head_dim=2)
 DRAFT = ModelConfig(**_DRAFT)
 FEW = {"num_anchors": 4}
+_HEADS = {  # objective, sizes of a new head, options
+    "eagle1": ("eagle1", {}, {}),
+    "eagle3": ("eagle3", dict(draft_vocab_size=64), {"num_steps": 3}),
+    "peagle": ("peagle", dict(num_layers=2, max_draft=4), FEW),
+    "mtp": ("mtp", {}, {"num_steps": 3, "labels": "target"}),
+    "dflash": ("dflash", {}, FEW),
+    "dspark": ("dspark", dict(markov_rank=8), FEW),
+    "treeflash": ("treeflash", {}, FEW),
+    "dflash2": ("dflash2", dict(selector_rank=8), FEW),
+    "sequential": ("mtp", dict(num_modules=2, protocol="sequential"), {}),
+}
+WAYS = {name: way for name, (_, way) in registry.objectives().items()}
 HEADS = {
-    "eagle1": (EAGLE1, EagleConfig.of_target(MODEL, 1), {}),
-    "eagle3": (EAGLE3, EagleConfig.of_target(MODEL, 3, 64), {"num_steps": 3}),
-    "peagle": (PEAGLE, PEagleConfig.of_target(MODEL, num_layers=2, max_draft=4), FEW),
-    "mtp": (MTP, MtpConfig.of_target(MODEL), {"num_steps": 3, "labels": "target"}),
-    "dflash": (BLOCKS["dflash"], DFlashConfig.of_target(MODEL), FEW),
-    "dspark": (BLOCKS["dspark"], DSparkConfig.of_target(MODEL, markov_rank=8), FEW),
-    "treeflash": (BLOCKS["treeflash"], TreeFlashConfig.of_target(MODEL), FEW),
-    "dflash2": (BLOCKS["dflash2"], DFlash2Config.of_target(MODEL, selector_rank=8), FEW),
-    "sequential": (MTP, MtpConfig.of_target(MODEL, num_modules=2, protocol="sequential"), {}),
+    name: (WAYS[way].objective(), WAYS[way].new(MODEL, **sizes), options)
+    for name, (way, sizes, options) in _HEADS.items()
 }
 OBJECTIVES = ("lm", "scanned", "distill", *HEADS)
 MESHES = {  # and whether it is fully sharded

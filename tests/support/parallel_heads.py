@@ -6,16 +6,15 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from support.tiny_models import LLAMA, random_tensor, random_weights
+from support.tiny_models import LLAMA, loaded, random_tensor
 
 from spec_jax.drafters.eagle.formats import EAGLE_FORMATS
 from spec_jax.drafters.eagle.model import PEagleConfig
-from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.models import transformer
+from spec_jax.loading import LoadedHead
 from spec_jax.models.params import nest
 
 V, U = LLAMA.vocab_size, 20
-TARGET = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
+TARGET = loaded(LLAMA)
 IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])  # of the target, that it drafts
 SIZES = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=6, rms_norm_eps=1e-5)
 

@@ -7,16 +7,14 @@ import json
 
 import numpy as np
 from safetensors.numpy import save_file
-from support.tiny_models import LLAMA, random_tensor, random_weights
+from support.tiny_models import LLAMA, loaded, random_tensor
 
 from spec_jax.drafters.eagle.model import EagleConfig
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig, RopeConfig
 
 V, U, D, F, L, TAPS = 31, 20, 16, 24, 8, (2, 4, 5)
 TARGET = dataclasses.replace(LLAMA, num_hidden_layers=L, rope=RopeConfig(rope_theta=5e5))
-MODEL = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
+MODEL = loaded(TARGET)
 IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])  # of the target, that it drafts
 MASK = np.isin(np.arange(V), IDS)
 SIZES = dict(hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2)

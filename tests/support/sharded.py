@@ -17,7 +17,7 @@ import numpy as np
 from support import tiny_models
 from support.meshes import NAMES, mesh
 from support.scripted import BUCKETS, Known, Script
-from support.tiny_models import random_tensor, random_weights
+from support.tiny_models import loaded, near
 from support.tiny_tokenizers import letters
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder
@@ -26,7 +26,6 @@ from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.loading import LoadedHead, LoadedModel, random_head
-from spec_jax.models import transformer
 from spec_jax.models.config import ModelConfig
 
 V, D, K, MAX = 16, 32, 3, 22
@@ -173,9 +172,7 @@ def _target(name: str, is_scanned: bool) -> LoadedModel:
     if is_scanned:
         config = dataclasses.replace(config, scan_layers=True)
     tokenizer = letters(config.vocab_size)
-    return LoadedModel(
-        name, transformer.model(config), random_weights(config), tokenizer, config, (STOP,)
-    )
+    return loaded(config, name, tokenizer=tokenizer, stop_tokens=(STOP,))
 
 
 @functools.cache
@@ -185,8 +182,7 @@ def _draft(kind: str, target: str, is_scanned: bool) -> LoadedModel | LoadedHead
     if kind in ("ngram", "suffix"):
         return None
     if kind == "standalone":
-        moved = lambda w: w + 0.1 * jnp.asarray(random_tensor(str(w.shape), w.shape, 1))
-        return dataclasses.replace(target, name="draft", params=jax.tree.map(moved, target.params))
+        return near(target)
     size = target.config.vocab_size
     attends = dataclasses.replace(LLAMA, vocab_size=size)
     taps = (target.config.num_hidden_layers + 1,)

@@ -134,6 +134,18 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: str = "float32"):
     return assemble(config, leaf)
 
 
+def loaded(config: ModelConfig, name: str = "tiny", seed: int = 0, **options) -> LoadedModel:
+    """A model of ``random_weights``; ``options`` are further fields."""
+    weights = random_weights(config, seed)
+    return LoadedModel(name, transformer.model(config), weights, config=config, **options)
+
+
+def near(model: LoadedModel, noise: float = 0.1) -> LoadedModel:
+    """A draft that is right now and then: the model, with noise on its weights."""
+    moved = lambda w: w + noise * jnp.asarray(random_tensor(str(w.shape), w.shape, 1))
+    return dataclasses.replace(model, name="draft", params=jax.tree.map(moved, model.params))
+
+
 def random_tokens(*shape, seed: int = 0):
     return jnp.asarray(np.random.RandomState(seed).randint(0, 31, shape), jnp.int32)
 
