@@ -225,46 +225,36 @@ def test_an_observer_of_all_rows_sees_every_token_once_under_jit(mocks):
     np.testing.assert_array_equal(state.seen["tokens"].value, expected)
 
 
-OBSERVERS = [
-    ([print], "expected spec_jax.Observer"),
-    ([COUNTS._replace(name="logprobs")], r"'logprobs' is reserved .*generate\(logprobs=True\)"),
-    ([COUNTS._replace(name="expected")], "'expected' is reserved .*has_expected=True adds"),
-    ([COUNTS._replace(is_by_row=False)], "watches all rows together"),
-    ([COUNTS, COUNTS], "two observers are called 'counts'; rename one"),
-]
-
-
-@pytest.mark.parametrize("observers, message", OBSERVERS)
-def test_refuses_what_it_cannot_return(mocks, observers, message):
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(*mocks, observers=observers)
-
-
 def mine(**changes):
-    return COUNTS._replace(name="mine", **changes)
+    return COUNTS._replace(**{"name": "mine", **changes})
 
 
-MISMADE = [
-    (mine(init=lambda batch, slots: jnp.zeros(3)), ShapeError, r"state f32\[3\].*rows first, .B=2"),
-    (mine(init=lambda batch, slots: {"n": 0}), ShapeError, r"init .*'mine' made state\['n'\] 0"),
+REFUSED = [
+    ([print], ConfigError, "expected spec_jax.Observer"),
+    ([mine(name="logprobs")], ConfigError, r"reserved .*generate\(logprobs=True\)"),
+    ([mine(name="expected")], ConfigError, "'expected' is reserved .*has_expected=True adds"),
+    ([mine(is_by_row=False)], ConfigError, "watches all rows together"),
+    ([COUNTS, COUNTS], ConfigError, "two observers are called 'counts'; rename one"),
+    ([mine(init=lambda batch, slots: jnp.zeros(3))], ShapeError, r"state f32\[3\].*rows first"),
+    ([mine(init=lambda batch, slots: {"n": 0})], ShapeError, r"init .*'mine' made state\['n'\] 0"),
     (
-        mine(init=lambda batch, slots: [jnp.zeros((batch, 2)), jnp.zeros((slots, batch))]),
+        [mine(init=lambda batch, slots: [jnp.zeros((batch, 2)), jnp.zeros((slots, batch))])],
         ShapeError,
         r"init of observer 'mine' made state\[1\] f32.*; expected the rows first",
     ),
     (
-        mine(update=lambda seen, of: seen.astype(jnp.float32)),
+        [mine(update=lambda seen, of: seen.astype(jnp.float32))],
         ShapeError,
         "observer 'mine' made state f32",
     ),
-    (decoding.acceptance_by_kind([0, 1]), ConfigError, "kinds has 2 entries; the target has 7 ids"),
+    ([decoding.acceptance_by_kind([0, 1])], ConfigError, "kinds has 2 entries; the target has 7"),
 ]
 
 
-@pytest.mark.parametrize("observer, error, words", MISMADE, ids=[row[-1] for row in MISMADE])
-def test_an_observer_whose_arrays_do_not_fit_is_named(mocks, observer, error, words):
+@pytest.mark.parametrize("observers, error, words", REFUSED, ids=[row[-1] for row in REFUSED])
+def test_an_observer_that_does_not_fit_is_refused_by_name(mocks, observers, error, words):
     with pytest.raises(error, match=words):
-        SpeculativeDecoder(*mocks, observers=[observer]).generate([[1, 2], [3]], 4)
+        SpeculativeDecoder(*mocks, observers=observers).generate([[1, 2], [3]], 4)
 
 
 def draft_mass(seen, of):

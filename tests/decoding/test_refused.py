@@ -54,29 +54,6 @@ ONE_ROW = (
 DTYPE = r"rule 'mine' returned n_accept f32\[2\], expected i32\[B=2\](\n|$)"
 TUPLE = r"rule 'mine' returned a tuple; expected a Verdict\(n_accept, tokens"
 TWO = dict(tokens=jnp.zeros((2, K), jnp.int32), replacement=jnp.zeros((2, 1, V)))
-ILL_SHAPED = {
-    "one row": (chain.residual, ShapeError, ONE_ROW),
-    "tuple": (lambda *args: tuple(jax.tree.leaves(RESIDUAL(*args))), ConfigError, TUPLE),
-    "None": (lambda *args: None, ConfigError, "rule 'mine' returned None; expected a Verdict"),
-    "dtype": (verdicts(n_accept=jnp.zeros(2)), ShapeError, DTYPE),
-    "shapes": (verdicts(**TWO), ShapeError, SHAPES),
-    "missing": (
-        verdicts(accept_probs=None),
-        ShapeError,
-        r"accept_probs None, expected f32\[B=2,K=3\]",
-    ),
-    "path": (
-        verdicts(path=jnp.zeros((2, 4), jnp.int32)),
-        ShapeError,
-        "returned a path; the drafts are a",
-    ),
-}
-
-
-@pytest.mark.parametrize("accept, error, message", ILL_SHAPED.values(), ids=list(ILL_SHAPED))
-def test_an_ill_shaped_rule_is_refused_with_its_name_and_what_is_expected(accept, error, message):
-    with pytest.raises(error, match=message):
-        traced_rule(accept)
 
 
 def branches(target, proposal, noise):
@@ -86,11 +63,18 @@ def branches(target, proposal, noise):
     return chain.greedy(target, proposal, noise)
 
 
-@pytest.mark.parametrize("accept", [branches, batched(branches)], ids=["one row", "batched"])
-def test_a_rule_that_branches_in_python_is_told_what_to_write(accept):
-    message = r"rule 'mine' branches on the value .*jnp.where\(.*accept=spec_jax.rules.batched"
-    with pytest.raises(ConfigError, match=message):
-        traced_rule(accept)
+BRANCHES = r"rule 'mine' branches on the value .*jnp.where\(.*accept=spec_jax.rules.batched"
+RULES = [
+    (chain.residual, ShapeError, ONE_ROW),
+    (lambda *args: tuple(jax.tree.leaves(RESIDUAL(*args))), ConfigError, TUPLE),
+    (lambda *args: None, ConfigError, "rule 'mine' returned None; expected a Verdict"),
+    (verdicts(n_accept=jnp.zeros(2)), ShapeError, DTYPE),
+    (verdicts(**TWO), ShapeError, SHAPES),
+    (verdicts(accept_probs=None), ShapeError, r"accept_probs None, expected f32\[B=2,K=3\]"),
+    (verdicts(path=jnp.zeros((2, 4), "i4")), ShapeError, "returned a path; the drafts are a"),
+    (branches, ConfigError, BRANCHES),
+    (batched(branches), ConfigError, BRANCHES),
+]
 
 
 def test_a_rules_own_error_passes_with_a_note_of_what_it_was_given():
@@ -125,24 +109,41 @@ def drafts(**changes):
 PAIR = r"propose of drafter 'mine' returned a Proposal; expected a pair \(Proposal, state\)"
 ONE = r"propose of drafter 'mine' returned tokens i32\[3\], expected i32\[B=2,K=3\](\n|$)"
 WIDE = r"probs f32\[2,4,11\], expected f32\[B=2,K=3,V=11\]"
-ILL_DRAFTED = {
-    "alone": (lambda *args: drafts()()[0], ConfigError, PAIR),
-    "tokens": (lambda *args: (jnp.zeros((2, K), jnp.int32), ()), ConfigError, "a pair"),
-    "None": (lambda *args: None, ConfigError, "returned None; expected a pair"),
-    "one row": (drafts(tokens=jnp.zeros(K, jnp.int32)), ShapeError, ONE),
-    "dtype": (drafts(tokens=jnp.zeros((2, K))), ShapeError, r"tokens f32\[2,3\], expected i32\["),
-    "number": (drafts(n_draft=K), ShapeError, r"n_draft an int, expected i32\[B=2\]"),
-    "probs": (drafts(probs=jnp.zeros((2, K + 1, V))), ShapeError, WIDE),
-    "depth": (drafts(parents=jnp.zeros((2, K), "i4")), ShapeError, "tree_depth 0; expected"),
-}
+DRAFTERS = [
+    (lambda *args: drafts()()[0], ConfigError, PAIR),
+    (lambda *args: (jnp.zeros((2, K), jnp.int32), ()), ConfigError, "a pair"),
+    (lambda *args: None, ConfigError, "returned None; expected a pair"),
+    (drafts(tokens=jnp.zeros(K, jnp.int32)), ShapeError, ONE),
+    (drafts(tokens=jnp.zeros((2, K))), ShapeError, r"tokens f32\[2,3\], expected i32\["),
+    (drafts(n_draft=K), ShapeError, r"n_draft an int, expected i32\[B=2\]"),
+    (drafts(probs=jnp.zeros((2, K + 1, V))), ShapeError, WIDE),
+    (drafts(parents=jnp.zeros((2, K), "i4")), ShapeError, "tree_depth 0; expected"),
+]
+BEFORE = {"last": i32(2), "seen": f32(2, 4)}
+STATES = [
+    (BEFORE | {"last": f32(2)}, ShapeError, r"made state\['last'\] f32\[2\]; expected i32\[2\]"),
+    (BEFORE | {"seen": f32(2, 5)}, ShapeError, r"\['seen'\] f32\[2,5\]; expected f32\[2,4\]"),
+    ({"last": i32(2)}, ShapeError, r"state\['seen'\] nothing; expected f32\[2,4\]"),
+    (BEFORE | {"x": i32()}, ShapeError, r"state\['x'\] i32\[\]; expected noth"),
+]
+REFUSED = [
+    (trace, *row)
+    for trace, rows in (
+        (traced_rule, RULES),
+        (traced_proposal, DRAFTERS),
+        (functools.partial(check_state, "mine", BEFORE), STATES),
+    )
+    for row in rows
+]
 
 
-@pytest.mark.parametrize("propose, error, message", ILL_DRAFTED.values(), ids=list(ILL_DRAFTED))
-def test_an_ill_shaped_drafter_is_refused_with_its_name_and_what_is_expected(
-    propose, error, message
+@pytest.mark.parametrize(("trace", "part", "error", "message"), REFUSED)
+def test_what_is_ill_shaped_is_refused_with_its_name_and_what_is_expected(
+    trace, part, error, message
 ):
+    check_state("mine", BEFORE, BEFORE)
     with pytest.raises(error, match=message):
-        traced_proposal(propose)
+        trace(part)
 
 
 def test_a_drafter_that_branches_in_python_is_told_what_to_write():
@@ -163,22 +164,6 @@ def test_a_drafters_own_error_passes_with_a_note_of_what_it_was_given():
     note = error.value.__notes__[0]  # jax may add its own
     assert note.startswith("raised in propose of drafter 'mine', which was given context.tokens")
     assert "i32[2,16]" in note and "num_draft 3" in note
-
-
-INVALID_STATES = [
-    ({"last": f32(2), "seen": f32(2, 4)}, r"made state\['last'\] f32\[2\]; expected i32\[2\]"),
-    ({"last": i32(2), "seen": f32(2, 5)}, r"state\['seen'\] f32\[2,5\]; expected f32\[2,4\]"),
-    ({"last": i32(2)}, r"state\['seen'\] nothing; expected f32\[2,4\]"),
-    ({"last": i32(2), "seen": f32(2, 4), "x": i32()}, r"state\['x'\] i32\[\]; expected noth"),
-]
-
-
-@pytest.mark.parametrize(("after", "message"), INVALID_STATES)
-def test_a_state_that_changes_is_refused_and_its_array_named(after, message):
-    before = {"last": i32(2), "seen": f32(2, 4)}
-    check_state("mine", before, before)
-    with pytest.raises(ShapeError, match=message):
-        check_state("mine", before, after)
 
 
 def test_a_drafter_whose_state_changes_in_a_round_is_refused_by_the_decoder():

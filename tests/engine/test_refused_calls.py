@@ -6,14 +6,21 @@ import dataclasses
 
 import jax
 import pytest
+from support.chat_templates import CHATML, THINKING, decoder_of
 from support.eagle_heads import CONFIGS, TARGET, head_of
-from support.tiny_models import random_weights
+from support.tiny_models import loaded
 from support.tiny_tokenizers import letters
 
-from spec_jax import DecodeQueue, SamplerConfig, SpeculativeConfig, SpeculativeDecoder
+from spec_jax import (
+    AsyncSpecConfig,
+    DecodeQueue,
+    SamplerConfig,
+    SpeculativeConfig,
+    SpeculativeDecoder,
+)
 from spec_jax.drafters.mtp.model import MtpConfig, init_mtp
 from spec_jax.errors import ConfigError, PromptError, WeightsError
-from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
+from spec_jax.loading import LoadedHead, load_draft, load_model
 from spec_jax.models import transformer
 from spec_jax.rules import make_rule
 from spec_jax.testing import mock_model
@@ -22,13 +29,17 @@ MOCK = mock_model(8)
 LETTERS = dataclasses.replace(MOCK, tokenizer=letters(8))
 SHORT = dataclasses.replace(mock_model(7), tokenizer=letters(8))  # never resized for the last
 OTHERS = dataclasses.replace(LETTERS, tokenizer=letters(7))
-TINY = LoadedModel("tiny", transformer.model(TARGET), random_weights(TARGET), config=TARGET)
+TINY = loaded(TARGET)
 FEW = dataclasses.replace(TINY, model=transformer.model(TARGET, num_tokens=30))
 WIDE = dataclasses.replace(TARGET, hidden_size=32, head_dim=8)
-WIDE = LoadedModel("wide", transformer.model(WIDE), random_weights(WIDE), config=WIDE)
+WIDE = loaded(WIDE, "wide")
 HEAD = LoadedHead("head", CONFIGS["eagle-3"], head_of(CONFIGS["eagle-3"]))
 GREEDY = make_rule(SpeculativeConfig(rejection_sampling_strategy="greedy"))
 WARM = SamplerConfig(temperature=1.0)
+ASYNC = AsyncSpecConfig()
+HELLO = [{"role": "user", "content": "What is two and two?"}]
+ANSWERED = [*HELLO, {"role": "assistant", "content": "four"}]
+QUICK = {"enable_thinking": False}
 
 
 def config(method="standalone", rule=None, **options):
@@ -38,6 +49,14 @@ def config(method="standalone", rule=None, **options):
 def call(prompts=(1,), new=5, target=LETTERS, **options):
     prompts = list(prompts) if isinstance(prompts, tuple) else prompts
     return SpeculativeDecoder(target).generate(prompts, new, **options)
+
+
+def chat(template=CHATML, **arguments):
+    return decoder_of(template).generate(**arguments)
+
+
+def thinking(variables):
+    return decoder_of(THINKING).encode(HELLO, variables)
 
 
 def queue(prompts=(), target=MOCK, **options):
@@ -50,6 +69,10 @@ def limited(**options):
 
 def decoder(draft=None, of=None, target=TINY, **options):
     return SpeculativeDecoder(target, draft, of, **options)
+
+
+def one_a_pass(*args, **options):
+    return SpeculativeDecoder.new_n1(MOCK, *args, **options)
 
 
 def modules(num_modules):
@@ -90,6 +113,15 @@ PROMPTS = [
     (lambda: queue([[1, 2, 3], (0, [0, 1])]), r"item 1 .*, \(0, \[0, 1\]\), has an index"),
     (lambda: queue([[7, [0, 1]]]), r"integer ids; an index .* are a tuple: \(7, prompt\)"),
     (lambda: limited(max_new_tokens=60), "a prompt of 200 tokens and 60 new ones are 260"),
+    (lambda: chat(prompts="Hi", messages=HELLO), "prompts and messages are both given"),
+    (lambda: chat(), "both missing; expected one of them"),
+    (lambda: chat(messages="Hi"), "messages is 'Hi'; expected a list of objects"),
+    (lambda: chat(messages=["Hi"]), r"messages is \['Hi'\]; expected a list of objects"),
+    (lambda: chat(messages=[HELLO, "Hi"]), "expected a list of objects"),
+    (lambda: chat(messages=[]), r"messages is \[\], a batch without rows; expected at least"),
+    (lambda: chat(messages=ANSWERED), "last message is the assistant's"),
+    (lambda: list(queue([ANSWERED], decoder_of().target)), "prompt 0: the last message is the ass"),
+    (lambda: decoder(target=MOCK).generate(messages=HELLO), "no tokenizer: give the prompt as ids"),
 ]
 WEIGHTS = [
     (lambda: load_model("no/such/model"), "zoo/target"),
@@ -100,6 +132,7 @@ WEIGHTS = [
 CONFIGS_REFUSED = [
     (lambda: call(new=0), "max_new_tokens is 0; expected"),
     (lambda: call(new=True), "max_new_tokens is True"),
+    (lambda: call(new=None, max_length=0), "max_length is 0"),
     (lambda: call(stop=""), "stop string is empty"),
     (lambda: call(stop="x", target=MOCK), "no tokenizer"),
     (lambda: call(stop=["x", 3]), r"stop is \['x', 3\]; expected a text or a list of texts"),
@@ -127,12 +160,24 @@ CONFIGS_REFUSED = [
     (lambda: call(sampler={"temperature": 1}), "^sampler is .*expected a SamplerConfig"),
     (lambda: decoder(target_sampler="greedy"), "^target_sampler is .*expected a SamplerConfig"),
     (lambda: decoder(draft_sampler=0.7), "^draft_sampler is .*expected a SamplerConfig"),
+    (lambda: chat(messages=[{"content": "Hi"}]), "a message has the role None"),
+    (lambda: chat(messages=HELLO, sampler="model"), "mock-0 has no generation_config.json"),
+    (lambda: chat(messages=HELLO, sampler="file"), "sampler is 'file'; expected a SamplerConfig"),
+    (lambda: chat(None, messages=HELLO), "has no chat template, which messages need; pass plain"),
+    (lambda: chat("{{ raise_exception('take turns') }}", messages=HELLO), "take turns"),
+    (lambda: chat(prompts="Hi", chat_template_kwargs=QUICK), "is no conversation; give messages"),
+    (lambda: chat(prompts=[1, 2], chat_template_kwargs=QUICK), "is no conversation; give messag"),
+    (lambda: MOCK.with_chat_template_kwargs(QUICK), "mock-0 has no tokenizer, so it has no chat"),
+    (lambda: thinking({"enable_thinkng": 0}), r"'enable_thinkng' \(did you mean enable_thinking"),
+    (lambda: thinking({"messages": HELLO}), "'messages'.*; it reads enable_thinking, tools"),
+    (lambda: thinking({"tools": ["add"]}), r"tools of .* are \['add'\]; expected objects"),
+    (lambda: thinking({"documents": [{"text": "x"}]}), "does not read the variable 'documents'"),
+    (lambda: thinking({"enable_thinking": {3}}), "a variable holds what JSON cannot"),
+    (lambda: thinking(["x"]), r"chat_template_kwargs is \['x'\]; expected an object"),
     # parts
-    (lambda: SpeculativeDecoder("zoo/target"), "target is 'zoo/target'.*load_model"),
     (lambda: load_model("zoo/draft", "int8"), "int8"),
     (lambda: decoder(config("ngram")), "draft is a SpeculativeConfig"),
     (lambda: decoder(None, {"num_speculative_tokens": 2}), "config is .*SpeculativeConfig"),
-    (lambda: decoder("zoo/draft"), "draft is 'zoo/draft'.*load_draft"),
     (lambda: decoder(target_sampler=WARM, rule=GREEDY), "temperature 0"),
     (lambda: decoder(None, config("ngram", "greedy"), target_sampler=WARM), "argmax"),
     (lambda: decoder(None, config("ngram", "logit-comparison")), "logit-comparison"),
@@ -170,6 +215,11 @@ CONFIGS_REFUSED = [
         "are bfloat16.*; expected fl",
     ),
     (lambda: decoder().with_params(draft={}), "params of a draft are given; this decoder has none"),
+    (lambda: one_a_pass(mock_model(13)), "vocabularies differ"),
+    (lambda: one_a_pass(MOCK, config(rule="greedy"), target_sampler=WARM), "argmax"),
+    (lambda: decoder(None, ASYNC), "needs a draft"),
+    (lambda: decoder(TINY, ASYNC, draft_sampler=WARM), "stand in the AsyncSpec"),
+    (lambda: decoder(ASYNC), "draft is a AsyncSpecConfig; name it"),
     (lambda: decoder(prefill_chunk=0), "prefill_chunk is 0"),
     (lambda: decoder(prefill_chunk=257), "prefill_chunk is 257.*holds 256"),
     # configs
@@ -181,13 +231,10 @@ CONFIGS_REFUSED = [
     (lambda: config(tree=[[0], ["a"]]), "children by depth, or nodes by their ranks"),
     (lambda: config(tree=["3", "2"]), "children by depth, or nodes by their ranks"),
     (lambda: config(tree_depth=0), "tree.depth is 0"),
-    (lambda: config(tree_top_k=4), "tree.top_k is 4 without tree.depth"),
     (lambda: config("ngram", tree=(2,)), "'ngram' drafts chains"),
     (lambda: config(num_speculative_tokens="5", tree_depth=2), "num_speculative_tokens is '5'"),
     (lambda: config(num_speculative_tokens=99, tree_depth=2, tree_top_k=2), "have 2 to 6"),
-    (lambda: config(is_adaptive=False, adaptive_buckets=(0, 2)), "None where adaptive is False"),
     (lambda: adaptive(adaptive_buckets=(2, 1)), "ascending integers"),
-    (lambda: adaptive(adaptive_buckets=(0,)), "ascending integers"),
     (
         lambda: adaptive(adaptive_buckets=(0, 4), num_speculative_tokens=3),
         "num_speculative_tokens is 3; adaptive.buckets end with 4",

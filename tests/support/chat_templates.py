@@ -4,9 +4,13 @@ The texts are ours: each does what its family's template does where rendering, s
 refusals depend on it.
 """
 
+import dataclasses
+import functools
+
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from spec_jax import SpeculativeDecoder, testing
 from spec_jax.models.tokenizer import Tokenizer
 
 CHATML = """\
@@ -151,6 +155,14 @@ def _with_config(backend, template, config) -> Tokenizer:
     if template is not None:
         names["chat_template"] = template
     return Tokenizer(backend, names)
+
+
+@functools.cache
+def decoder_of(template=CHATML, **config) -> SpeculativeDecoder:
+    """Of a mock model with a byte-level tokenizer."""
+    tokenizer = byte_level(template, **config)
+    target = testing.mock_model(tokenizer.vocab_size, contexts=7)
+    return SpeculativeDecoder(dataclasses.replace(target, tokenizer=tokenizer))
 
 
 def talk(*contents, first="user"):
