@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance.rounds import prove_rounds
-from support import block_heads, block_kind, toys
+from support import toys
 
 import spec_jax
 from spec_jax.config import SamplerConfig
@@ -65,19 +63,4 @@ def test_a_kind_is_certified(name, shape, rule):
     """
     make, params = toys.maker(name, SHAPES[shape])
     certificate = spec_jax.certify(rule, make, params=params, trials=300)
-    assert certificate.failure is None and certificate.max_error <= 1e-6
-
-
-@pytest.mark.exhaustive
-def test_a_kind_from_outside_of_the_package_is_certified():
-    new = functools.cache(lambda V: block_heads.make_head(block_heads.new(V, V, num_layers=1)))
-    certificate = spec_jax.certify(
-        "residual",
-        lambda target: block_kind.block_drafter(new(target.model.vocab_size).config, target.model),
-        params=lambda target: {
-            "head": new(target.model.vocab_size).params,
-            "target": target.params,
-        },
-        trials=300,
-    )
     assert certificate.failure is None and certificate.max_error <= 1e-6

@@ -7,15 +7,13 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance.rounds import force
 from oracles.argmax_drafts import P, Q, first_token
 
 from docs.examples import argmax_drafts
 from spec_jax.contracts import Noise, Proposal, TargetScores
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.forcing import Drafting, force_all
-from spec_jax.testing.certificate.rounds import check_round
-from spec_jax.testing.certificate.subjects import certified_rows, make_subject, prefixes
 
 
 def test_the_first_token_of_the_published_example():
@@ -52,15 +50,11 @@ def test_the_restated_rule_has_this_distribution():
 
 def test_the_certificate_refuses_it_and_accepts_point_masses():
     """One round of it, as a certificate begins; docs/peers.md has the whole certificates."""
-    subject, rows = make_subject(argmax_drafts.make, None, 0), certified_rows()[:2]
 
     def check(rule):
-        system = subject.system(rule, 1)
-        drafting = Drafting(system, subject.params, rows, batch=64)
-        forced = force_all(drafting, prefixes(subject, 2, 1))
-        return check_round(system, forced, rows, subject.logits_of, 1e-6)
+        return force(argmax_drafts.make, num_rows=2, rule=rule, batch=64).check(rule)
 
-    found = check(to_rule("residual"))
+    found = check("residual")
     assert found.error <= 1e-6 and found.num_outcomes > 10
     with pytest.raises(CertificateError, match=r"token \d has probability [01]\.\d+ and should"):
         check(argmax_drafts.rule)

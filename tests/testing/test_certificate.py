@@ -41,17 +41,6 @@ def test_every_setting_in_one_batch_matches_target_distribution(strategy, draft)
     assert certify_rule(rule(strategy), rows=testing.standard_rows(draft)) <= 1e-6
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["residual", "block"])
-@pytest.mark.parametrize(
-    "name, vocab_size, num_draft", [("all together", 5, 2), ("penalties", 4, 3)]
-)
-def test_other_sizes_match_target_distribution(strategy, name, vocab_size, num_draft):
-    setting = testing.STANDARD_SETTINGS[name]
-    rows = [Row((1, 2), setting, SamplerConfig(temperature=1.2))]
-    certify_rule(rule(strategy), vocab_size=vocab_size, num_draft=num_draft, rows=rows)
-
-
 @pytest.mark.parametrize("strategy", ["residual", "block"])
 def test_a_deterministic_drafter_matches_target_distribution(strategy):
     certify_rule(rule(strategy), drafter=ngram())
@@ -136,13 +125,8 @@ def test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero():
     )
     noise = Noise(jnp.zeros((1, 1)), jnp.zeros((1, 1, 3)))
 
-    def inclusive(target, proposal, noise):
-        is_accepted = noise.uniforms * proposal.probs[:, 0] <= target.probs[:-1, 0]
-        return is_accepted.sum()
-
     for strategy in ("residual", "block"):
         assert rule(strategy).accept(scores, proposal, noise).n_accept == 0
-    assert jax.vmap(inclusive)(scores, proposal, noise) == 1
 
 
 # ------------------------------------------------------------------------ chi-square

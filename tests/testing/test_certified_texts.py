@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.decoders import mutant
 
 from spec_jax import rng
 from spec_jax.config import SamplerConfig
@@ -28,29 +29,6 @@ from spec_jax.tree import Tree
 def run_of(make=None, rule="residual", params=None):
     """The checks of a certificate, none of which has run."""
     return _Run(to_rule(rule), make, params)
-
-
-def mutant(see=None, change=None):
-    """``make(target)`` of a draft model that is wrong in one way.
-
-    Args:
-      see: ``(params, context, num_draft) -> context``, with which it drafts.
-      change: ``(proposal, params, context, num_draft) -> proposal``.
-    """
-
-    def make(target):
-        honest = standalone(target.model)
-
-        def propose(params, state, context, num_draft):
-            seen = see(params, context, num_draft) if see and num_draft else context
-            proposal, state = honest.propose(params, state, seen, num_draft)
-            if change and num_draft:
-                proposal = change(proposal, params, context, num_draft)
-            return proposal, state
-
-        return honest._replace(name="mutant", propose=propose)
-
-    return make
 
 
 def warm_where(factor):

@@ -12,22 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance.rounds import force
 from support.decoders import changed_draft
 
-import spec_jax
 from spec_jax.contracts import Rule
 from spec_jax.named import to_rule
 from spec_jax.rules import batched, chain, chain_or_tree, tree
 from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.forcing import Drafting, force_all, reported
+from spec_jax.testing.certificate.forcing import reported
 from spec_jax.testing.certificate.records import Range
-from spec_jax.testing.certificate.rounds import check_round
-from spec_jax.testing.certificate.subjects import (
-    certified_rows,
-    make_subject,
-    other_drafters,
-    prefixes,
-)
+from spec_jax.testing.certificate.subjects import make_subject, other_drafters
 from spec_jax.testing.oracles import goodness_of_fit
 
 
@@ -89,24 +83,19 @@ MUTANTS = {
 @functools.cache
 def one_draft(drafter=None):
     """Rounds of one draft after texts of one token, of the package's rule."""
-    subject, rows = make_subject(drafter, None, 0), certified_rows()
-    system = subject.system(to_rule("residual"), 1)
-    drafting = Drafting(system, subject.params, rows, batch=64)
-    return subject, drafting, force_all(drafting, prefixes(subject, len(rows), 1)), rows
+    return force(drafter, batch=64)
 
 
 @pytest.mark.representatives("sure-.999", "drops-1e-4", "bfloat16", "raises-1e-9")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_rule_that_is_wrong_where_the_target_is_sure_or_a_token_rare_is_caught(name):
-    subject, drafting, forced, rows = one_draft()
     rule = Rule("mutant", batched(MUTANTS[name](chain.residual)), True, needs_probs=True)
     with pytest.raises(CertificateError, match=r"token \d has probability .* should have"):
-        check_round(drafting.system._replace(rule=rule), forced, rows, subject.logits_of, 1e-6)
+        one_draft().check(rule)
 
 
 def test_the_probabilities_that_were_tested_reach_from_underflow_to_certainty():
-    subject, drafting, forced, rows = one_draft()
-    found = check_round(drafting.system, forced, rows, subject.logits_of, 1e-6)
+    found, forced = one_draft().check("residual"), one_draft().forced
     q = reported(forced, [0])
     for tested in (found.p, q):
         assert tested.low < 1e-37 and tested.gap < 3e-6
@@ -135,39 +124,28 @@ REPORTS = {
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_drafter_whose_report_is_wrong_where_a_token_is_rare_is_caught(name):
     report = lambda proposal, _: proposal.replace(probs=REPORTS[name](proposal.probs))
-    _, drafting, forced, _ = one_draft(changed_draft(report))
-    assert not drafting.draws_as_reported(forced).all()
+    rounds = one_draft(changed_draft(report))
+    assert not rounds.drafting.draws_as_reported(rounds.forced).all()
 
 
 def test_the_honest_drafter_draws_as_it_reports():
-    _, drafting, forced, _ = one_draft()
-    assert drafting.draws_as_reported(forced).all()
+    assert one_draft().drafting.draws_as_reported(one_draft().forced).all()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["scripted", "tree"])
 @pytest.mark.parametrize("name", ["sure-.9", "sure-.98", "sure-.999", "drops-1e-4", "bfloat16"])
 def test_deterministic_drafts_and_trees_show_the_same_defects(kind, name):
-    honest, rows = to_rule("residual"), certified_rows()
+    honest = to_rule("residual")
     subject = next(
         s for s in other_drafters(honest, make_subject(None, None, 0)) if s.drafter.name == kind
     )
     change = MUTANTS[name]
     accept = chain_or_tree(change(chain.residual), change(tree.residual))
-    system = subject.system(honest._replace(name="mutant", accept=accept), 3)
-    drafting = Drafting(system, subject.params, rows, batch=512)
-    forced = force_all(drafting, prefixes(subject, len(rows), 2))
+    rule = honest._replace(name="mutant", accept=accept)
+    rounds = force(subject, 3, rule=rule, num_tokens=2, batch=512)
     with pytest.raises(CertificateError, match=r"token \d has probability .* should have"):
-        check_round(system, forced, rows, subject.logits_of, 1e-6)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_whole_certificate_ends_at_the_first_of_its_checks(name):
-    rule = Rule("mutant", batched(MUTANTS[name](chain.residual)), True, needs_probs=True)
-    with pytest.raises(CertificateError, match="has probability") as caught:
-        spec_jax.certify(rule)
-    assert not caught.value.certificate.checks
+        rounds.check(rule)
 
 
 def test_an_outcome_that_is_nearly_sure_is_tested_by_how_often_others_are_seen():
