@@ -66,6 +66,7 @@ CASES = [
 CASES += [
     ("speculators", config, parallel_heads.TARGET) for config in parallel_heads.HEADS.values()
 ]
+CASES += [("SpecForge", parallel_heads.HEADS["one layer"], parallel_heads.TARGET)]
 
 # --------------------------------------------------------------------------------- MTP
 

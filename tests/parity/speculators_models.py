@@ -2,6 +2,11 @@
 
 import importlib
 
+import pytest
+from needs import torch  # noqa: F401
+
+pytest.importorskip("speculators", reason="see tests/parity/speculators.txt")
+
 _NAMES = {"eagle3": "Eagle3", "peagle": "PEagle", "dflash": "DFlash", "dflash2": "DFlash2"}
 _NAMES |= {"dspark": "DSpark"}
 

@@ -3,13 +3,10 @@
 import json
 
 import pytest
+from needs import transformers
 from support.chat_templates import byte_level, metaspace
 
 from spec_jax.models.tokenizer import Tokenizer
-
-transformers = pytest.importorskip(
-    "transformers", reason="parity needs transformers (extra 'parity')"
-)
 
 TEXT = "What <tool>is <tool><|end|> two </s> and<|pad|> two?"
 NEW = {"<tool>": {"special": False, "normalized": True}, "<|end|>": {"special": True}}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from needs import transformers
 from support.chat_templates import (
     GENERATION,
     TEMPLATES,
@@ -20,10 +21,6 @@ from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import Conversation
 from spec_jax.engine.request import encode
 from spec_jax.models.tokenizer import Tokenizer
-
-transformers = pytest.importorskip(
-    "transformers", reason="parity needs transformers (extra 'parity')"
-)
 
 CALL = {"function": {"name": "add", "arguments": {"a": "<2> & 'é'", "n": None}}}
 SCHEMA = {"type": "function", "function": {"name": "add", "description": 'a < b, "é"'}}

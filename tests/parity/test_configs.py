@@ -6,14 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from needs import transformers
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.families import family_of_type
 from spec_jax.models.rope import rope_frequencies
-
-transformers = pytest.importorskip(
-    "transformers", reason="parity needs transformers (extra 'parity')"
-)
 
 _ALL = "vocab_size hidden_size num_hidden_layers num_attention_heads num_experts_per_tok"
 _ALL += " moe_intermediate_size"

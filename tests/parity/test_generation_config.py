@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from needs import torch, transformers
 from support.tiny_models import LLAMA, random_weights
 
 from spec_jax.loading import load_model
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.sampling import make_sampler, process
-
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-transformers = pytest.importorskip(
-    "transformers", reason="parity needs transformers (extra 'parity')"
-)
 
 FILES = [
     {},

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from models.test_gguf import MODELS, TEXTS, bpe
+from needs import torch, transformers
 from support.gguf_files import write
 from support.tiny_models import random_weights
 
@@ -14,10 +15,7 @@ from spec_jax import zoo
 from spec_jax.models import transformer
 from spec_jax.models.gguf import read_header
 
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
-transformers.utils.logging.disable_progress_bar()
 whole = jax.jit(transformer.logits, static_argnames="config")
 HAS_SMOLLM2 = pytest.mark.skipif(
     zoo.path(zoo.SMOLLM2) is None, reason=f"needs {zoo.INSTALL_SMOLLM2}"

@@ -6,22 +6,17 @@ import dataclasses
 
 import numpy as np
 import pytest
+from needs import torch, transformers
 from support.decoders import prefill, propose
 from support.mtp_modules import write_with_modules
 from support.tiny_models import DEEPSEEK_TARGET, GLM4_MOE, QWEN35, QWEN35_MOE
+from transformers.cache_utils import MtpCache
+from transformers.generation import candidate_generator
+from transformers.modeling_layers import MtpModel
 
 import spec_jax
 from spec_jax import SpeculativeConfig, SpeculativeDecoder
 
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-transformers = pytest.importorskip(
-    "transformers", reason="parity needs transformers (extra 'parity')"
-)
-from transformers.cache_utils import MtpCache  # noqa: E402
-from transformers.generation import candidate_generator  # noqa: E402
-from transformers.modeling_layers import MtpModel  # noqa: E402
-
-transformers.utils.logging.disable_progress_bar()
 PROMPT, NUM_NEW = [3, 1, 4, 1, 5], 24
 # They draft as many tokens as there are modules, one each.
 CASES = {

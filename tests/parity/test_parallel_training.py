@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from speculators_models import load_theirs
+from speculators_models import load_theirs, torch
 from support.parallel_heads import TARGET, head_of, new
 from support.tiny_models import LLAMA
 
@@ -19,9 +19,6 @@ from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.train.anchors import draw_anchors
 from spec_jax.train.objective import Batch, target_view
 from spec_jax.train.step import TrainState, train_step
-
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-pytest.importorskip("speculators", reason="see tests/parity/speculators.txt")
 
 # What the package and those that it imports warn of is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")

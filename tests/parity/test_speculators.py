@@ -1,15 +1,18 @@
 """Agreement with the ``speculators`` package: a head that we export is there the same head."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from speculators_models import load_theirs
+from speculators_models import load_theirs, torch
+from support import block_drafts, parallel_heads
 from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
+from test_speculators_blocks import CASES as BLOCKS
 
-from spec_jax import load_head, load_model
+from spec_jax import load_draft, load_model
 from spec_jax.drafters.eagle.model import (
     EagleConfig,
     forward,
@@ -22,9 +25,6 @@ from spec_jax.loading import LoadedHead
 from spec_jax.models import transformer
 from spec_jax.models.checkpoint import save_pretrained
 from spec_jax.models.config import RopeConfig
-
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-pytest.importorskip("speculators", reason="see tests/parity/speculators.txt")
 
 # What the package and those that it imports warn of is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,14 +62,14 @@ def make_head(name):
 
 
 @pytest.fixture(scope="module")
-def target_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("target")
-    save_pretrained(path, random_weights(TARGET), TARGET)
-    return path
-
-
-def export(head, directory, target_path):
-    head.save(directory, load_model(target_path), format="speculators")
+def targets(tmp_path_factory):
+    """The targets as loaded, by their configs."""
+    found = {}
+    for config in (TARGET, LLAMA):
+        path = tmp_path_factory.mktemp("target")
+        save_pretrained(path, random_weights(config), config)
+        found[config] = load_model(path)
+    return found
 
 
 def their_logits(model, features, tokens):
@@ -105,9 +105,9 @@ def our_logits(head, row, features, tokens):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_an_exported_head_has_the_same_logits_there(tmp_path, target_path, name):
+def test_an_exported_head_has_the_same_logits_there(tmp_path, targets, name):
     head = make_head(name)
-    export(head, tmp_path, target_path)
+    head.save(tmp_path, targets[TARGET], format="speculators")
     model = load_theirs(tmp_path, "eagle3")
     tokens = np.array(random_tokens(T), np.int64)
     target = transformer.model(TARGET, head.config.taps)
@@ -125,12 +125,25 @@ def test_an_exported_head_has_the_same_logits_there(tmp_path, target_path, name)
         assert np.isneginf(np.delete(ours, ids, axis=1)).all()
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_what_they_save_again_is_the_same_head_here(tmp_path, target_path, name):
-    head, target = make_head(name), load_model(target_path)
-    export(head, tmp_path / "ours", target_path)
-    load_theirs(tmp_path / "ours", "eagle3").save_pretrained(tmp_path / "theirs")
+EVERY = {  # what they call a head, its target, and the head
+    **{
+        f"eagle-3, {name}": ("eagle3", TARGET, functools.partial(make_head, name)) for name in HEADS
+    },
+    **{
+        name: (config.name.replace("-", ""), LLAMA, functools.partial(heads.head_of, config))
+        for heads, configs in ((parallel_heads, parallel_heads.HEADS), (block_drafts, BLOCKS))
+        for name, config in configs.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_they_save_again_is_the_same_head_here(tmp_path, targets, name):
+    kind, config, make = EVERY[name]
+    head, target = make(), targets[config]
+    head.save(tmp_path / "ours", target, format="speculators")
+    load_theirs(tmp_path / "ours", kind).save_pretrained(tmp_path / "theirs")
     for path in (tmp_path / "ours", tmp_path / "theirs"):
-        imported = load_head(path, target)
-        assert imported.config == head.config
-        jax.tree.map(np.testing.assert_array_equal, imported.params, head.params)
+        again = load_draft(path, target)
+        assert again.config == head.config and again.format == "speculators"
+        jax.tree.map(np.testing.assert_array_equal, again.params, head.params)

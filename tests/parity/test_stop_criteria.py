@@ -2,15 +2,11 @@
 
 import numpy as np
 import pytest
+from needs import torch, transformers
 from support.chat_templates import byte_level, metaspace
 
 from spec_jax.decoding import Finish
 from spec_jax.engine.text import TextTracker
-
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-transformers = pytest.importorskip(
-    "transformers", reason="parity needs transformers (extra 'parity')"
-)
 
 STOPS = [["<|im_end|>"], ["and<|im_end|>"], ["</s>two", "</s> two"], ["e<s></s>", "is<|im_end|>t"]]
 PIECES = ["and", "two", "e", "is", "<|im_end|>", "</s>", "<s>"]

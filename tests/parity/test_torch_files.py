@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from needs import torch
 from safetensors.numpy import load_file
 from support.meshes import mesh
 from support.tiny_models import LLAMA, QWEN2, random_weights
@@ -19,7 +20,6 @@ from spec_jax.errors import WeightsError
 from spec_jax.loading import random_head
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 
-torch = pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
 SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 

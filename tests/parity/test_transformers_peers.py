@@ -1,15 +1,13 @@
 """The part "peers" of the benchmark with its real workers: transformers on torch, and ours."""
 
 import pytest
+from needs import torch, transformers  # noqa: F401
 
 from configs import benchmark as default
 from experiments import benchmark
 from experiments.benchmarks.peers import OURS, THEIRS
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
-
-pytest.importorskip("torch", reason="parity needs torch (extra 'parity')")
-pytest.importorskip("transformers", reason="parity needs transformers (extra 'parity')")
 
 SHAPE = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
