@@ -20,7 +20,7 @@ class MainModule(NamedTuple):
     Attributes:
       name: Its name.
       sentence: What it does.
-      command: A command that runs it.
+      command: A command that runs it, perhaps in several lines.
     """
 
     name: str
@@ -31,30 +31,21 @@ class MainModule(NamedTuple):
 def experiments() -> Iterator[MainModule]:
     """Yields the experiments by name, as their docstrings describe them, without importing them."""
     for path in sorted(_FOLDER.glob("*.py")):
-        if path.stem.startswith("__"):
-            continue
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        command = re.search(rf"python -m experiments\.{path.stem}\b.*", re.sub(r"\\\n", "", text))
-        words = command[0].split() if command else []
-        yield MainModule(path.stem, text.partition("\n")[0], " ".join(words))
+        if not path.stem.startswith("__"):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            command = re.search(rf"python -m experiments\.{path.stem}\b(.*\\\n)*.*", text)
+            yield MainModule(path.stem, text.partition("\n")[0], command[0])
 
 
 def text() -> str:
     """Returns the list: the name of each experiment, a sentence and a command."""
     found = [*experiments()]
     column = 2 + max(len(one.name) for one in found)
-    columns = lines.width()
+    indent = " " * column
     shown = ["The experiments. Each command also takes --help, which lists its flags.", ""]
     for one in found:
-        indent = " " * column
-        said = textwrap.fill(
-            one.sentence,
-            columns,
-            initial_indent=one.name.ljust(column),
-            subsequent_indent=indent,
-            break_on_hyphens=False,
-        )
-        shown += [said, lines.command(indent + one.command, columns)]
+        shown.append(lines.fill(one.sentence, one.name.ljust(column), indent))
+        shown.append(textwrap.indent(one.command, indent))
     return "\n".join(shown)
 
 

@@ -1,7 +1,7 @@
-"""Measures what speculation costs and gains, as ratios within one run, against bars.
+"""Measures what speculation costs and gains, as ratios within one run.
 
     python -m experiments.benchmark
-    python -m experiments.benchmark --parts=llama110m --workdir=runs/benchmark/mine
+    python -m experiments.benchmark --parts=llama110m --workdir=runs/bench/mine
     python -m experiments.benchmark --peers --config.transformers.python=PATH
     python -m experiments.benchmark --config=configs/benchmark_gpu.py
 
@@ -9,14 +9,18 @@ The parts:
   llama110m     a 110M Llama shape with random weights and synthetic acceptance
   training      training steps at the zoo's size
   peers         transformers' assisted generation and prompt lookup on the zoo's
-                models; needs torch and transformers. --peers runs it alone, or after
-                the parts of --parts
-With configs/benchmark_gpu.py the parts are those of experiments/benchmarks/gpu.py, on one GPU.
+                models; needs torch and transformers. --peers runs it alone, or
+                after the parts of --parts
 
-The run's folder gets config.json, environment.json, and after every part report.json and
-report.md. A part that cannot be measured is left out with a note, and the others go on. To compare
-the zoo's drafts with their real acceptance, at every K and in both dtypes, use experiments.evaluate
-with --config=configs/evaluate_dtypes.py; --profile shows where the time of their rounds goes.
+With configs/benchmark_gpu.py the parts are those of
+experiments/benchmarks/gpu.py, on one GPU.
+
+Some ratios have a bar. The run's folder gets config.json, environment.json, and
+after every part report.json and report.md. A part that cannot be measured is
+left out with a note, and the others go on. To compare the zoo's drafts with
+their real acceptance, at every K and in both dtypes, use experiments.evaluate
+with --config=configs/evaluate_dtypes.py; --profile shows where the time of
+their rounds goes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Shows what changed from one evaluation to another, such as before and after an edit.
+"""Shows what changed from one evaluation to another.
 
     python -m experiments.compare runs/evaluate/A runs/evaluate/B
 
-Both are folders of ``experiments.evaluate`` or ``experiments.decode``. Cells of one method and one
-setting are compared: speed-up, tau and acceptance by position. Others are named. The interval of a
-change is made of those of both runs, as if their prompts had nothing in common, so it is rather too
-wide. The run's folder gets config.json, environment.json, report.json, report.md and changes.png.
+Both are folders of experiments.evaluate or experiments.decode, such as before
+and after an edit. Cells of one method and one setting are compared: speed-up,
+tau and acceptance by position. Others are named. The interval of a change is
+made of those of both runs, as if their prompts had nothing in common, so it is
+rather too wide. The run's folder gets config.json, environment.json,
+report.json, report.md and changes.png.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.run import cli, config_help, lines, report
+from experiments.run import cli, config_help, report
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell
 from spec_jax.intervals import Interval
@@ -162,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line and compares the two runs that it names."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.compare",
-        description=lines.fit(__doc__, lines.width()),
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("before", metavar="A", help="the folder of a run")

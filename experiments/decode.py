@@ -1,14 +1,17 @@
-"""Shows every draft of the zoo beside plain decoding: a small ``experiments.evaluate``.
+r"""Shows every draft of the zoo beside plain decoding: a small evaluation.
 
     python -m experiments.decode
-    python -m experiments.decode --config.target=PATH --config.drafts=PATH,ngram --config.ks=1,2,4,8
-    python -m experiments.decode --config.drafts=PATH --config.ks=4 --config.trees=3x2x1,59:6:10
+    python -m experiments.decode --config.target=PATH \
+        --config.drafts=PATH,ngram --config.ks=1,2,4,8
+    python -m experiments.decode --config.drafts=PATH --config.ks=4 \
+        --config.trees=3x2x1,59:6:10
     python -m experiments.decode --profile
 
-Shows one prompt live. Then every draft takes turns with plain decoding, prompt by prompt; repeats
-of a prompt are spread over the run. Each draft has its own K (config.best_k), unless --config.ks is
-given. A run leaves the files of ``experiments.evaluate``, and prints a short table. Compiled
-programs are stored in spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so a second run starts fast.
+Shows one prompt live. Then every draft takes turns with plain decoding, prompt
+by prompt; repeats of a prompt are spread over the run. Each draft has its own K
+(config.best_k), unless --config.ks is given. A run leaves the files of
+experiments.evaluate, and prints a short table. Compiled programs are stored in
+spec_jax/ under $XDG_CACHE_HOME or ~/.cache, so a second run starts fast.
 """
 
 from __future__ import annotations

@@ -1,20 +1,26 @@
-"""Compares drafts with plain decoding of the same tokens, by category and batch size.
+r"""Compares drafts with plain decoding, by category and batch size.
 
     python -m experiments.evaluate
-    python -m experiments.evaluate --config.target=PATH --config.drafts=HEAD1,HEAD2,ngram
-    python -m experiments.evaluate --config.data=question.jsonl --config.batches=1,4,16,32
-    python -m experiments.evaluate --config.drafter=docs.examples.my_drafter:make
+    python -m experiments.evaluate --config.target=PATH \
+        --config.drafts=HEAD1,HEAD2,ngram
+    python -m experiments.evaluate --config.data=question.jsonl \
+        --config.batches=1,4,16,32
+    python -m experiments.evaluate \
+        --config.drafter=docs.examples.my_drafter:make
     python -m experiments.evaluate --profile
 
-Every draft, K, tree and temperature takes turns with plain decoding, question by question. Every
-turn of a conversation is answered. Later turns follow the answers of plain decoding, so all methods
-answer the same prompts. Intervals are 95 % confidence intervals over the questions. Greedy heads
-are also compared with the unrolling that trains them ("teacher-forced"): each tests the other.
+Every draft, K, tree and temperature takes turns with plain decoding of the same
+tokens, question by question. Every turn of a conversation is answered. Later
+turns follow the answers of plain decoding, so all methods answer the same
+prompts. Intervals are 95 % confidence intervals over the questions. Greedy
+heads are also compared with the unrolling that trains them ("teacher-forced"):
+each tests the other.
 
-A run leaves config.json, environment.json, report.json, report.md, report.html, plots, and
-answers.jsonl with one line for each answer. If a run is stopped, the same command with its
---workdir continues it. With --profile rounds of every cell are traced into profile/ of the folder,
-and the report says where their time goes.
+A run leaves config.json, environment.json, report.json, report.md, report.html,
+plots, and answers.jsonl with one line for each answer. If a run is stopped, the
+same command with its --workdir continues it. With --profile rounds of every
+cell are traced into profile/ of the folder, and the report says where their
+time goes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Runs an experiment in several processes on this machine.
+r"""Runs an experiment in several processes on this machine.
 
     python -m experiments.launch --processes=2 --devices=4 experiments.decode \
         --config.mesh=data:2,tensor:4
 
-Everything after the name of the experiment is passed to it; ``--`` may stand before the name. On a
-CPU each process has ``--devices`` devices. With GPUs or TPUs leave this flag out, and either give
-every process its devices by the usual variables or run one process for the host. Each printed line
-begins with the number of its process. When a process fails, the others are stopped, and its exit
-code is returned: 128 plus the signal's number if a signal ended it. On clusters use the cluster's
-launcher, see docs/scale.md.
+Everything after the name of the experiment is passed to it; "--" may stand
+before the name. On a CPU each process has --devices devices. With GPUs or TPUs
+leave this flag out, and either give every process its devices by the usual
+variables or run one process for the host. Each printed line begins with the
+number of its process. When a process fails, the others are stopped, and its
+exit code is returned: 128 plus the signal's number if a signal ended it. On
+clusters use the cluster's launcher, see docs/scale.md.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-
-from experiments.run import lines
 
 GRACE_S = 15.0  # in which processes may end by themselves, after a signal or another's end
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -125,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line and runs the experiment that it names."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.launch",
-        description=lines.fit(__doc__, lines.width()),
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, required=True, help="how many to start")

@@ -1,14 +1,17 @@
-"""Shows that drafting overlaps with verification: toy models of known cost, on host devices.
+r"""Shows that drafting overlaps with verification, by toy models of known cost.
 
     python -m experiments.overlap --workdir=DIR
-    python -m experiments.overlap --draft_mesh=tensor:2 --target_mesh=data:2,tensor:2
+    python -m experiments.overlap --draft_mesh=tensor:2 \
+        --target_mesh=data:2,tensor:2
 
-An overlapped tick should take as long as the longer of drafting and verification, a round of the
-usual loop as long as their sum. The toy models sleep, since two real programs would only compete
-for the processor's cores. Either side may be a mesh. On a CPU jax runs one program of several
-devices at a time: with a mesh on both sides a tick takes the sum, with a mesh on one side the
-longer of the two. The run's folder gets config.json, environment.json, report.json and report.md.
-Cost: a few seconds, and compilation.
+An overlapped tick should take as long as the longer of drafting and
+verification, a round of the usual loop as long as their sum. The toy models
+sleep on host devices, since two real programs would only compete for the
+processor's cores. Either side may be a mesh. On a CPU jax runs one program of
+several devices at a time: with a mesh on both sides a tick takes the sum, with
+a mesh on one side the longer of the two. The run's folder gets config.json,
+environment.json, report.json and report.md. Cost: a few seconds, and
+compilation.
 """
 
 from __future__ import annotations

@@ -1,20 +1,26 @@
-"""Plans a deployment: whether it fits, what a round moves, and which K pays on which chips.
+r"""Plans a deployment: whether it fits, what a round moves, and which K pays.
 
-    python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
-    python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5 --workdir=DIR
+    python -m experiments.plan --config.target=llama-3.1-8b \
+        --config.topology=v5e:2x4
+    python -m experiments.plan --config.batch=8,32,128 --config.num_draft=1,3,5
     python -m experiments.plan --config.draft=eagle3 --config.tree=3,2,1
-    python -m experiments.plan --config.acceptance=runs/decode/TIME/report.json:2
-    python -m experiments.plan --config.program=train --config.is_fully_sharded --config.length=1024
-    python -m experiments.plan --config.program=prefill --config.slots=32768 --config.batch=1
+    python -m experiments.plan \
+        --config.acceptance=runs/decode/TIME/report.json:2
+    python -m experiments.plan --config.program=train \
+        --config.is_fully_sharded --config.length=1024
+    python -m experiments.plan --config.program=prefill --config.slots=32768 \
+        --config.batch=1
 
-The library's program for decoding, prefill or a training step is compiled ahead of time for the
-devices, without having them and without weights. Its memory, collectives, cache copies and HBM
-bytes are counted from the compiled text. Speeds are predicted from the chip's published peaks and
-from an acceptance, which is given or read from a report that measured it. So they are floors of
-time, not measurements. --config.prompt_tokens=1024 also says how a queue's time is divided between
-prefill and decoding. For a training step on GPUs, or without compiling, only weights, gradients and
-the optimizer's state are counted. A run leaves config.json, environment.json, report.json,
-report.md and plan.png. A run that was stopped continues with the same --workdir.
+The library's program for decoding, prefill or a training step is compiled ahead
+of time for the devices, without having them and without weights. Its memory,
+collectives, cache copies and HBM bytes are counted from the compiled text.
+Speeds are predicted from the chip's published peaks and from an acceptance,
+which is given or read from a report that measured it. So they are floors of
+time, not measurements. --config.prompt_tokens=1024 also says how a queue's time
+is divided between prefill and decoding. For a training step on GPUs, or without
+compiling, only weights, gradients and the optimizer's state are counted. A run
+leaves config.json, environment.json, report.json, report.md and plan.png. A run
+that was stopped continues with the same --workdir.
 """
 
 from __future__ import annotations

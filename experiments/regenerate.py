@@ -1,15 +1,17 @@
 """Lets a target answer prompts, to make text on which drafts for it are trained.
 
     python -m experiments.regenerate --workdir=runs/text
-    python -m experiments.regenerate --workdir=runs/text --config.prompts=FILE.jsonl
+    python -m experiments.regenerate --workdir=DIR --config.prompts=FILE.jsonl
 
-In a file of conversations, every answer is replaced by an answer of the target, given the original
-turns before it. Rows that finish are refilled from the queue of prompts. A run leaves config.json,
-environment.json, inputs.json, responses.jsonl, report.json and report.md. responses.jsonl has one
-line for each prompt, in the order in which they finished: index, prompt_ids, response_ids, text,
-finish_reason, temperature, seed. A work directory with responses is continued, and answered prompts
-are skipped. A response depends only on the config, the models and its index, so the lines equal
-those of an uninterrupted run.
+In a file of conversations, every answer is replaced by an answer of the target,
+given the original turns before it. Rows that finish are refilled from the queue
+of prompts. A run leaves config.json, environment.json, inputs.json,
+responses.jsonl, report.json and report.md. responses.jsonl has one line for
+each prompt, in the order in which they finished: index, prompt_ids,
+response_ids, text, finish_reason, temperature, seed. A work directory with
+responses is continued, and answered prompts are skipped. A response depends
+only on the config, the models and its index, so the lines equal those of an
+uninterrupted run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-"""Trains a draft head for a target, and evaluates it by real speculative decoding.
+r"""Trains a draft head, and evaluates it by real speculative decoding.
 
     python -m experiments.train_head --workdir=runs/eagle3
-    python -m experiments.train_head --config=configs/train_zoo_eagle1.py --workdir=runs/eagle1
-    python -m experiments.train_head --config.target=PATH --config.data.text=PREFIX --workdir=DIR
+    python -m experiments.train_head --workdir=runs/eagle1 \
+        --config=configs/train_zoo_eagle1.py
+    python -m experiments.train_head --workdir=DIR --config.target=PATH \
+        --config.data.text=PREFIX
 
-A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and
-ends the run. A run leaves config.json, environment.json, inputs.json, report.json (with the data
-that was read, the data that was left out, and why), report.md, metrics.jsonl, tensorboard/,
-evaluations.jsonl (the figures of each prompt at each evaluation), checkpoints/ (the newest, and the
-one with the highest tau), training.png and export/, a head that spec_jax and other engines load.
+A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C
+saves a checkpoint and ends the run. A run leaves config.json, environment.json,
+inputs.json, report.json (with the data that was read, the data that was left
+out, and why), report.md, metrics.jsonl, tensorboard/, evaluations.jsonl (the
+figures of each prompt at each evaluation), checkpoints/ (the newest, and the
+one with the highest tau), training.png and export/, a head that spec_jax and
+other engines load.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-r"""Trains or distils a small language model, on the standard library's source or on texts.
+r"""Trains or distils a small language model.
 
-    python -m experiments.train_lm --config=configs/train_zoo_target.py --workdir=runs/zoo_target
-    python -m experiments.train_lm --config=configs/train_zoo_draft.py --workdir=runs/draft \
+    python -m experiments.train_lm --workdir=runs/zoo_target \
+        --config=configs/train_zoo_target.py
+    python -m experiments.train_lm --workdir=runs/draft \
+        --config=configs/train_zoo_draft.py \
         --config.teacher=PATH --config.data.text=chats.jsonl
 
-A work directory with a checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and
-ends the run. With ``config.teacher`` (a zoo name or a Hugging Face directory) the loss is the KL
-divergence to that model, and its tokenizer is used. A run leaves config.json, environment.json,
-inputs.json, report.json (with the data that was read, the data that was left out, and why),
-report.md, metrics.jsonl, checkpoints/ and export/, a Hugging Face directory.
+The text is the standard library's source, or yours. A work directory with a
+checkpoint is resumed bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends
+the run. With config.teacher (a zoo name or a Hugging Face directory) the loss
+is the KL divergence to that model, and its tokenizer is used. A run leaves
+config.json, environment.json, inputs.json, report.json (with the data that was
+read, the data that was left out, and why), report.md, metrics.jsonl,
+checkpoints/ and export/, a Hugging Face directory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments.run import config_help
-from experiments.run.lines import fit
 
 ROOT = config_help.ROOT
 _COMMANDS = ("generate", "certify", "inspect")  # of python -m spec_jax
@@ -140,16 +139,13 @@ def page(name: str, said: Help) -> str:
     default = _keys(said.config)
     lines += [
         f"\n## Config `{said.config.relative_to(ROOT)}`\n",
-        prose(fit(config_help.docstring(said.config), 88)),
+        prose(config_help.docstring(said.config)),
         "\n### Keys\n",
         _sections(default, "####"),
     ]
     for path in _others(name, said.config):
         rows = {k: row for k, row in _keys(path).items() if row[:2] != default.get(k, ("",))[:2]}
-        lines += [
-            f"\n## Config `{path.relative_to(ROOT)}`\n",
-            prose(fit(config_help.docstring(path), 88)),
-        ]
+        lines += [f"\n## Config `{path.relative_to(ROOT)}`\n", prose(config_help.docstring(path))]
         lines += ["\n### Values that differ\n", _sections(rows, "####")] if rows else []
     return "\n".join(lines)
 

@@ -52,24 +52,21 @@ def pack(
     Returns:
       The groups, and the prompts of each batch.
     """
+    members: list[list[int]] = [[]]
+    room = batch
+    for question, indices in enumerate(prompts):
+        if members[-1] and len(indices) > room:
+            members.append([])
+            room = batch
+        members[-1].append(question)
+        room -= len(indices)
     groups = []
-    layout = []
-    members = []
-    rows = []
-
-    def close() -> None:
-        parts = [rows[i : i + batch] for i in range(0, len(rows), batch)]
-        numbers = range(len(layout), len(layout) + len(parts))
-        groups.append(Group(tuple(members), tuple(numbers)))
-        layout.extend(parts)
-
-    for number, indices in enumerate(prompts):
-        if rows and len(rows) + len(indices) > batch:
-            close()
-            members = []
-            rows = []
-        members, rows = [*members, number], [*rows, *indices]
-    close()
+    layout: list[list[int]] = []
+    for questions in members:
+        rows = [i for question in questions for i in prompts[question]]
+        first = len(layout)
+        layout += [rows[i : i + batch] for i in range(0, len(rows), batch)]
+        groups.append(Group(tuple(questions), tuple(range(first, len(layout)))))
     if is_spread:
         groups = [Group(tuple(range(len(prompts))), tuple(range(len(layout))))]
     return groups, layout
@@ -87,7 +84,7 @@ def key_of(cell: Cell, batch: int, question: str) -> dict[str, Any]:
 
 
 def turn_of(
-    cell_run: CellRun, prompt: int, index: int, text: str, probs: Probabilities | None
+    cell_run: CellRun, prompt: int, index: int, probs: Probabilities | None
 ) -> dict[str, Any]:
     """Returns the entry of a line's ``turns`` for one prompt.
 
@@ -95,20 +92,21 @@ def turn_of(
       cell_run: What the cell has done.
       prompt: The index of the prompt.
       index: That of its batch.
-      text: The text of the prompt.
       probs: Computes the target's probabilities; None to leave them out.
     """
     bench = cell_run.bench
     run = cell_run.runs[index]
-    row: Generation = cell_run.rows[prompt]
+    row: Generation = run.rows[bench.chosen(index).index(prompt)]
     trace = row.trace
+    ids = bench.prompts[prompt]
     tokens = [*row.tokens]
     shown = trace.shown(tokens)
-    temperature = cell_run.cell.temperature
-    found = (None, None) if probs is None else probs(bench.prompts[prompt], tokens, temperature)
+    found = (None, None)
+    if probs is not None:
+        found = probs(ids, tokens, cell_run.cell.temperature)
     return {
-        "prompt": text,
-        "prompt_tokens": len(bench.prompts[prompt]),
+        "prompt": text_of(bench.target, ids),
+        "prompt_tokens": len(ids),
         "tokens": tokens,
         "pieces": [token.text for token in shown],
         "kinds": [*trace.kinds[: len(tokens)]],
@@ -141,15 +139,10 @@ def _saved(turn: Mapping[str, Any]) -> CellOutput:
     return CellOutput(tuple(turn["tokens"]), turn["finish"], Stats(**counts), seen)
 
 
-def _run(turn: Mapping[str, Any], rows: Sequence[CellOutput]) -> Run:
-    """Returns the run of a batch, of whose prompts ``turn`` is the first one's."""
-    return Run(turn["prefill_s"], turn["decode_s"][0], rows)
-
-
 def checked(line: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a line; raises one of ``journal.REFUSED`` unless ``restore`` can read its turns."""
     for turn in line["turns"]:
-        _run(turn, [_saved(turn)])
+        Run(turn["prefill_s"], turn["decode_s"][0], [_saved(turn)])
         if not isinstance(turn["prompt"], str):
             raise TypeError(f"the prompt is {turn['prompt']!r:.60}")
     return line
@@ -166,7 +159,8 @@ def restore(cell_run: CellRun, index: int, turns: Mapping[int, Mapping[str, Any]
     chosen = cell_run.bench.chosen(index)
     rows = {i: _saved(turns[i]) for i in set(chosen)}
     first = turns[chosen[0]]
-    cell_run.runs[index] = _run(first, [rows[i] for i in chosen])
+    outputs = [rows[i] for i in chosen]
+    cell_run.runs[index] = Run(first["prefill_s"], first["decode_s"][0], outputs)
     cell_run.times_s[index] = [*first["decode_s"]]
 
 
@@ -196,34 +190,28 @@ class Probabilities:
           temperature: That of the output.
         """
         key = (*prompt, -1, *tokens), temperature
-        if key not in self._known:
-            self._known[key] = self._compute(prompt, tokens, temperature)
-        return self._known[key]
-
-    def _compute(self, prompt, tokens, temperature):
-        padded = np.zeros((1, padded_width(len(prompt) + self._new)), np.int32)
-        padded[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
-        heat = 1.0 if temperature < GREEDY_BELOW else temperature
+        if key in self._known:
+            return self._known[key]
         target = self._target
-        with use_mesh(mesh_of(target.params)):
-            probs, best, ids = map(
-                np.asarray,
-                _pass(
-                    target.params,
-                    padded,
-                    np.int32(len(prompt)),
-                    np.float32(heat),
-                    model=target.model,
-                    new=self._new,
-                ),
-            )
         whole = [*prompt, *tokens]
+        padded = np.zeros((1, padded_width(len(prompt) + self._new)), np.int32)
+        padded[0, : len(whole)] = whole
+        with use_mesh(mesh_of(target.params)):
+            found = _pass(
+                target.params,
+                padded,
+                np.int32(len(prompt)),
+                np.float32(1.0 if temperature < GREEDY_BELOW else temperature),
+                model=target.model,
+                new=self._new,
+            )
+        probs, best, ids = (np.asarray(x)[: len(tokens)].tolist() for x in found)
         alternatives = []
-        for i in range(len(tokens)):
-            before = whole[max(0, len(prompt) + i - _CONTEXT) : len(prompt) + i]
-            pairs = zip(ids[i].tolist(), best[i].tolist())
+        for i, pairs in enumerate(map(zip, ids, best), len(prompt)):
+            before = whole[max(0, i - _CONTEXT) : i]
             alternatives.append([[_piece(target, before, t), round(p, 5)] for t, p in pairs])
-        return [round(p, 5) for p in probs[: len(tokens)].tolist()], alternatives
+        self._known[key] = [round(p, 5) for p in probs], alternatives
+        return self._known[key]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "new"))

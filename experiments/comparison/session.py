@@ -26,7 +26,7 @@ from spec_jax import processes
 from spec_jax.data.questions import Question
 from spec_jax.errors import ConfigError, PromptError
 from spec_jax.evaluation import costs
-from spec_jax.evaluation.bench import Bench, CellOutput
+from spec_jax.evaluation.bench import Bench
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.compare import CellRun, compile_all, run_interleaved
 from spec_jax.evaluation.prompts import PromptEncoder, check_same_prompts, cut
@@ -37,8 +37,6 @@ STATE = "state.jsonl"
 _OF_TIMES = ("cpu_model", "cores", "devices", "spec_jax", "python", "jax", "jaxlib")
 _FREE = ("has_audit", "has_teacher_forced")  # computed from answers, also from those of a file
 _MAX_EXAMINED = 4  # rows of a cell that diverge from plain decoding, since each compiles a pass
-
-
 _GOES_ON = "delete this line and all after it, and the run goes on from there"
 
 
@@ -102,7 +100,6 @@ class Evaluation:
         self._machines: list[Mapping[str, Any]] = []
         self._left_out: dict[tuple[float, int], str] = {}  # why a stage cannot be measured
         self._state.read(self._take, f"what an earlier session has saved; {_GOES_ON}")
-
         self._answers.read(lambda line: self._lines.append(checked(line)), f"an answer; {_GOES_ON}")
         if processes.from_writer(bool(self._lines or self._history)) and processes.count() > 1:
             raise ConfigError(
@@ -111,7 +108,6 @@ class Evaluation:
             )
         sizes = itertools.accumulate((q.num_turns for q in setup.questions.chosen), initial=0)
         self._places = [[*range(a, b)] for a, b in itertools.pairwise(sizes)]
-        self._num_turns = {q.name: q.num_turns for q in setup.questions.chosen}
         self._ask = PromptEncoder(setup.target)
         self.num_cut = 0
 
@@ -247,54 +243,44 @@ class Evaluation:
     def _restore(self, stages: Sequence[Stage]) -> None:
         """Puts what was saved into the stages, and cuts off a group that is not whole."""
         at = 0
-        pairs = [(stage, group) for stage in stages for group in stage.groups]
-        for stage, group in pairs:
-            names = [self.setup.questions.chosen[q].name for q in group.questions]
-            batch = stage.bench.batch
-            keys = [key_of(cell, batch, name) for name in names for cell in stage.cells]
-            part = self._lines[at : at + len(keys)]
-            for number, (line, key) in enumerate(zip(part, keys), at + 1):
-                self._check_line(line, key, number)
-            if len(part) < len(keys):
+        for stage, group in [(s, group) for s in stages for group in s.groups]:
+            asked = [self.setup.questions.chosen[q] for q in group.questions]
+            pairs = [(question, cell) for question in asked for cell in stage.cells]
+            part = self._lines[at : at + len(pairs)]
+            for number, (line, (question, cell)) in enumerate(zip(part, pairs), at + 1):
+                key = key_of(cell, stage.bench.batch, question.name)
+                key["number of turns"] = question.num_turns
+                said = line | {"number of turns": len(line["turns"])}
+                for name, value in key.items():
+                    if said.get(name) != value:
+                        raise ConfigError(
+                            f"{self._answers.path}, line {number}: the {name} is "
+                            f"{said.get(name)!r}, and this run has {value!r} there; expected the "
+                            "models and questions that it was begun with, or an empty directory"
+                        )
+            if len(part) < len(pairs):
                 break
-            for number, run in enumerate(stage.runs):
-                lines = part[number :: len(stage.runs)]
-                turns = {
-                    place: turn
-                    for q, line in zip(group.questions, lines)
-                    for place, turn in zip(stage.prompts[q], line["turns"], strict=True)
-                }
-                self._check_prompts(stage, {i: turn["prompt"] for i, turn in turns.items()})
-                for index in group.batches:
-                    restore(run, index, turns)
-            at += len(keys)
+            self._put(stage, group, part)
+            at += len(pairs)
         if at < len(self._lines):
             self._answers.truncate(at)
         self._lines = self._lines[:at]
 
-    def _check_prompts(self, stage: Stage, saved: Mapping[int, str]) -> None:
-        for place, text in saved.items():
-            ids = stage.bench.prompts[place]
-            tokenizer = self.setup.target.tokenizer
-            # Earlier versions left special tokens out.
-            if text not in (text_of(self.setup.target, ids), tokenizer and tokenizer.decode(ids)):
-                raise ConfigError(
-                    f"{self._answers.path} answers another prompt than this run has: "
-                    f"{text[:60]!r}; expected the questions and the tokenizer that it was begun "
-                    f"with, or an empty directory; {DATED}"
-                )
-
-    def _check_line(self, line: Mapping[str, Any], key: Mapping[str, Any], number: int) -> None:
-        key = {**key, "number of turns": self._num_turns[key["question"]]}
-        said = {**line, "number of turns": len(line["turns"])}
-        said = {name: said.get(name) for name in key}
-        if said != key:
-            name = next(name for name in key if said[name] != key[name])
-            raise ConfigError(
-                f"{self._answers.path}, line {number}: the {name} is {said[name]!r}, and this run "
-                f"has {key[name]!r} there; expected the models and questions that it was begun "
-                "with, or an empty directory"
-            )
+    def _put(self, stage: Stage, group: Group, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Puts the lines of a group into the cells' runs, which need no more of the outputs."""
+        for number, run in enumerate(stage.runs):
+            turns: dict[int, Mapping[str, Any]] = {}
+            for q, line in zip(group.questions, lines[number :: len(stage.runs)]):
+                turns |= zip(stage.prompts[q], line["turns"], strict=True)
+            for prompt, turn in turns.items():
+                if turn["prompt"] != text_of(self.setup.target, stage.bench.prompts[prompt]):
+                    raise ConfigError(
+                        f"{self._answers.path} answers another prompt than this run has: "
+                        f"{turn['prompt'][:60]!r}; expected the questions and the tokenizer that "
+                        f"it was begun with, or an empty directory; {DATED}"
+                    )
+            for index in group.batches:
+                restore(run, index, turns)
 
     def _prepare(self, stage: Stage) -> bool:
         """Compiles a stage and measures the costs of its passes; whether it can be measured."""
@@ -330,21 +316,13 @@ class Evaluation:
             bar.now(
                 "probabilities of the tokens that the page shows" if probs else "saving answers"
             )
-            self._answers.append(
-                [
-                    self._line(stage, run, group, q, probs if q in shown else None)
-                    for q in group.questions
-                    for run in stage.runs
-                ]
-            )
-            for run in stage.runs:  # traces are on disk now
-                for index in group.batches:
-                    decoded = run.runs[index]
-                    rows = [
-                        CellOutput(tuple(r.tokens), r.finish_reason, r.stats, r.seen)
-                        for r in decoded.rows
-                    ]
-                    run.runs[index] = decoded._replace(rows=rows)
+            lines = [
+                self._line(stage, run, group, q, probs if q in shown else None)
+                for q in group.questions
+                for run in stage.runs
+            ]
+            self._answers.append(lines)
+            self._put(stage, group, lines)
 
     def _shown(self) -> set[int]:
         """The first questions of each category, whose tokens get their probabilities."""
@@ -359,10 +337,7 @@ class Evaluation:
         question = self.setup.questions.chosen[q]
         bench = stage.bench
         batch_of = {i: index for index in group.batches for i in bench.layout[index]}
-        turns = [
-            turn_of(run, i, batch_of[i], text_of(bench.target, bench.prompts[i]), probs)
-            for i in stage.prompts[q]
-        ]
+        turns = [turn_of(run, i, batch_of[i], probs) for i in stage.prompts[q]]
         key = key_of(run.cell, bench.batch, question.name)
         return {**key, "category": question.category, "turns": turns}
 
@@ -406,11 +381,9 @@ def check_folder(folder: pathlib.Path, config: Mapping[str, Any]) -> inputs.Sums
         return sums
     saved = folder / "config.json"
     is_begun = any((folder / name).exists() for name in (INPUTS, ANSWERS, STATE))
-    if is_begun:
-        check_same(read_saved(saved), config, _FREE)
-        sums = check_inputs(folder, sums)
-    elif (folder / "report.json").exists():
+    if not is_begun and (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
-    elif saved.exists():  # another experiment that is not finished reads it when it goes on
+    # Another experiment that is not finished reads its config.json when it goes on.
+    if is_begun or saved.exists():
         check_same(read_saved(saved), config, _FREE)
-    return sums
+    return check_inputs(folder, sums) if is_begun else sums

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import pathlib
 import re
-import textwrap
 import tokenize
 import types
 from collections.abc import Mapping, Sequence
@@ -137,14 +136,12 @@ def describe(path: pathlib.Path) -> str:
 
 
 def _line(flag: str, said: str) -> str:
-    columns = lines.width()
-    column = 44 if columns == 100 else 32
-    begin = flag.ljust(column - 2) + "  " if len(flag) <= column - 2 else f"{flag}\n{' ' * column}"
     if not said:
         return flag
-    options = {"break_on_hyphens": False, "break_long_words": False}
-    text = textwrap.fill(sentence(said), columns - column, **options)
-    return begin + text.replace("\n", "\n" + " " * column)
+    indent = " " * (44 if lines.width() == 100 else 32)
+    if len(flag) <= len(indent) - 2:
+        return lines.fill(sentence(said), flag.ljust(len(indent)), indent)
+    return f"{flag}\n{lines.fill(sentence(said), indent, indent)}"
 
 
 def plain(value: Any) -> str:
@@ -177,8 +174,7 @@ def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None)
       config_file: The one that is described otherwise; None: the experiment has no config.
     """
     rows = [_line(f"  --{name}={value}", said) for name, value, said in main_flags(argv[0])]
-    said = lines.fit(module.__doc__ or "", lines.width())
-    parts = [said, "Flags, with their values by default:", *rows]
+    parts = [module.__doc__.strip(), "", "Flags, with their values by default:", *rows]
     if config_file is not None:
         given = [x.partition("=")[2] for x in argv[1:] if x.startswith("--config=")]
         path = pathlib.Path(given[-1] if given else config_file)
@@ -189,4 +185,4 @@ def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None)
             f"Keys of {shown}, with its values:",
             describe(path),
         ]
-    return "\n".join([parts[0], "", *parts[1:]])
+    return "\n".join(parts)
