@@ -63,11 +63,13 @@ class PeerCell(NamedTuple):
       side: ``OURS`` or ``THEIRS``.
       method: The method, see the workers.
       k: K; 0 for plain decoding, None for the peer's own choice.
+      head: The name of the head that drafts, if one does.
     """
 
     side: str
     method: str
     k: int | None = 0
+    head: str = ""
 
     @property
     def plain(self) -> PeerCell:
@@ -83,10 +85,15 @@ class PeerCell(NamedTuple):
     def k_text(self) -> str:
         return {0: "", None: "its own"}.get(self.k, str(self.k))
 
-    def label(self, head: str) -> str:
-        """Side, method and K in words; ``head`` is the head's name."""
-        name = head if self.method == "head" else _NAMES.get(self.method, self.method)
-        return f"{self.side} {name}" + (f", K={self.k_text}" if self.k_text else "")
+    @property
+    def name(self) -> str:
+        """The method in words, or the head's name."""
+        return self.head or _NAMES.get(self.method, self.method)
+
+    @property
+    def label(self) -> str:
+        """Side, name and K."""
+        return f"{self.side} {self.name}" + (f", K={self.k_text}" if self.k_text else "")
 
 
 class Measured(NamedTuple):
@@ -132,15 +139,15 @@ def check(config: ConfigDict) -> None:
     cli.require(is_known, config, "peers.dtypes", f"names among {', '.join(DTYPES)}")
 
 
-def cells(ks: Sequence[int], has_draft: bool, has_head: bool) -> list[PeerCell]:
-    """Returns everything that is timed, of both sides."""
-    ours = ["ngram"] + ["standalone"] * has_draft + ["head"] * has_head
+def cells(ks: Sequence[int], has_draft: bool, head: str) -> list[PeerCell]:
+    """Returns everything that is timed, of both sides; ``head`` is empty if there is none."""
+    ours = ["ngram"] + ["standalone"] * has_draft + ["head"] * bool(head)
     theirs = ["lookup"] + ["assisted"] * has_draft
     return [
         PeerCell(OURS, "plain"),
         PeerCell(THEIRS, "plain"),
         *([PeerCell(THEIRS, "assisted", None)] * has_draft),
-        *(PeerCell(OURS, method, k) for k in ks for method in ours),
+        *(PeerCell(OURS, name, k, head * (name == "head")) for k in ks for name in ours),
         *(PeerCell(THEIRS, method, k) for k in ks for method in theirs),
     ]
 
@@ -212,12 +219,8 @@ def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:
                     notes.append(f"{without} in {dtype} was left out: {error}")
     if not found:
         return Result([], {}, notes)
-    return Result(
-        lines_of(found, head, config.bars.peers),
-        record_of(found, head),
-        [*notes, *about(found)],
-        sections_of(found, head),
-    )
+    notes += [*_ABOUT, versions(found)]
+    return Result(lines_of(found, config.bars.peers), record_of(found), notes, sections_of(found))
 
 
 def _measure_dtype(
@@ -229,22 +232,18 @@ def _measure_dtype(
 ) -> Measured:
     """Returns what was measured; what one method refuses is left out, and a note says so."""
     timers = {}
-
-    def label(cell):
-        return cell.label(config.peers.head)
-
-    for cell in cells(config.peers.ks, bool(config.peers.draft), bool(config.peers.head)):
+    for cell in cells(config.peers.ks, bool(config.peers.draft), config.peers.head):
         try:
             timers[cell] = Timer(workers[cell.side], cell, prompts, config.peers.new_tokens)
         except RefusedError as error:
-            notes.append(f"{label(cell)} in {dtype} was left out ({error})")
+            notes.append(f"{cell.label} in {dtype} was left out ({error})")
     for side in (OURS, THEIRS):
         if not any(cell.side == side for cell in timers):
             raise WorkerError(f"{side} refused everything")
-    makers = {label(cell): functools.partial(timers.get, cell) for cell in timers}
+    makers = {cell.label: functools.partial(timers.get, cell) for cell in timers}
     _, times = measure_all(f"peers, {dtype}", makers, config.peers.repeats)
     return Measured(
-        {cell: times[label(cell)] for cell in timers},
+        {cell: times[cell.label] for cell in timers},
         timers,
         {side: worker.peak_bytes for side, worker in workers.items()},
         workers[OURS].facts | workers[THEIRS].facts,
@@ -279,35 +278,37 @@ class Timer:
         return answer["seconds"] * 1e3 / sum(map(len, answer["tokens"]))
 
 
-def lines_of(found: Mapping[str, Measured], head: str, bar: float) -> list[Line]:
+def lines_of(found: Mapping[str, Measured], bar: float) -> list[Line]:
     """Returns the ratios of tokens a second, each with what was identical.
 
     Args:
       found: What was measured, by dtype.
-      head: The head's name.
       bar: The bar of draft models and heads over assisted generation.
     """
     lines = []
     for dtype, measured in found.items():
-
-        def line(cell, peer, what, note, bar=None, *, dtype=dtype, measured=measured):
-            ratio = measured.ratio(cell, peer)
-            lines.append(Line(f"{what}, {dtype}", ratio, bar=bar, is_upper=False, note=note))
-
         for cell in measured.ms:
             if cell.peer in measured.ms:
                 same = f"{measured.same_rows(cell, cell.peer)} of {measured.rows} rows identical"
-                line(
-                    cell,
-                    cell.peer,
-                    f"{cell.label(head)} / {cell.peer.label(head)}",
-                    f"tokens a second, prefill included; {same}",
-                    bar if cell.method in _BARRED else None,
+                lines.append(
+                    Line(
+                        f"{cell.label} / {cell.peer.label}, {dtype}",
+                        measured.ratio(cell, cell.peer),
+                        bar=bar if cell.method in _BARRED else None,
+                        is_upper=False,
+                        note=f"tokens a second, prefill included; {same}",
+                    )
                 )
         fastest = sorted(measured.ms, key=lambda cell: np.median(measured.ms[cell]))
         ours, theirs = (next(c for c in fastest if c.side == side) for side in (OURS, THEIRS))
-        names = f"{ours.label(head)} / {theirs.label(head)}"
-        line(ours, theirs, f"fastest of {OURS} / fastest of {THEIRS}", names)
+        lines.append(
+            Line(
+                f"fastest of {OURS} / fastest of {THEIRS}, {dtype}",
+                measured.ratio(ours, theirs),
+                is_upper=False,
+                note=f"{ours.label} / {theirs.label}",
+            )
+        )
     return lines
 
 
@@ -317,7 +318,7 @@ _HEADER = (
 )
 
 
-def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
+def sections_of(found: Mapping[str, Measured]) -> list[Section]:
     """Returns a table of the systems, and one of their processes."""
 
     def shown(value, form=".2f"):
@@ -331,12 +332,11 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
             ratios = [measured.ratio(cell, other) for other in (plain, cell.peer)]
             ratios = [None if ratio is None else np.median(ratio) for ratio in ratios]
             same = [measured.same_rows(cell, other) for other in (plain, cell.peer)]
-            name = cell._replace(k=0).label(head).removeprefix(f"{cell.side} ")
             rows.append(
                 [
                     dtype,
                     cell.side,
-                    name,
+                    cell.name,
                     cell.k_text,
                     shown(1e3 / np.median(measured.ms[cell]), ".0f"),
                     shown(ratios[0]),
@@ -357,32 +357,30 @@ def sections_of(found: Mapping[str, Measured], head: str) -> list[Section]:
     ]
 
 
-def about(found: Mapping[str, Measured]) -> list[str]:
-    """Returns what the reader must know: what each was built for, and the versions."""
+def versions(found: Mapping[str, Measured]) -> str:
+    """Returns the versions of the peers, and their threads, as a sentence."""
     facts = next(iter(found.values())).facts
-    versions = ", ".join(f"{n} {facts[n]}" for n in ("transformers", "torch", "python"))
-    return [*_ABOUT, f"peers: {versions}, {facts['threads']} threads"]
+    known = ", ".join(f"{n} {facts[n]}" for n in ("transformers", "torch", "python"))
+    return f"peers: {known}, {facts['threads']} threads"
 
 
-def record_of(found: Mapping[str, Measured], head: str) -> dict[str, Any]:
+def record_of(found: Mapping[str, Measured]) -> dict[str, Any]:
     """Returns what report.json keeps, by dtype."""
-    record = {}
-    for dtype, measured in found.items():
-        timers = {cell.label(head): timer for cell, timer in measured.timers.items()}
-        identical = {
-            cell.label(head): {
-                "own plain": measured.same_rows(cell, cell.plain),
-                "peer": measured.same_rows(cell, cell.peer),
-            }
-            for cell in measured.ms
-        }
-        record[dtype] = {
+    return {
+        dtype: {
             "versions": dict(measured.facts),
             "peak_bytes": dict(measured.peak_bytes),
             "rows": measured.rows,
-            "times_ms": listed({cell.label(head): ms for cell, ms in measured.ms.items()}),
-            "tau": {name: timer.tau for name, timer in timers.items()},
-            "first_run_s": {name: timer.first_s for name, timer in timers.items()},
-            "identical_rows": identical,
+            "times_ms": listed({cell.label: ms for cell, ms in measured.ms.items()}),
+            "tau": {cell.label: timer.tau for cell, timer in measured.timers.items()},
+            "first_run_s": {cell.label: timer.first_s for cell, timer in measured.timers.items()},
+            "identical_rows": {
+                cell.label: {
+                    "own plain": measured.same_rows(cell, cell.plain),
+                    "peer": measured.same_rows(cell, cell.peer),
+                }
+                for cell in measured.ms
+            },
         }
-    return record
+        for dtype, measured in found.items()
+    }

@@ -16,7 +16,6 @@ import spec_jax
 from experiments.benchmarks.worker_lines import serve
 from spec_jax.config import SpeculativeConfig
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
 
 
@@ -28,20 +27,13 @@ def load(setup: dict):
 
     @functools.cache
     def decoder(method: str, k: int, ngram_max: int) -> SpeculativeDecoder:
-        def copying():
-            return SpeculativeConfig("ngram", k, ngram_max=ngram_max, ngram_min=1)
-
-        def of_draft(draft):
-            return (draft, SpeculativeConfig(draft.method, k))
-
-        parts = {"plain": lambda: (None, None), "ngram": lambda: (None, copying())}
-        if draft is not None:
-            parts["standalone"] = lambda: of_draft(draft)
-        if setup["head"]:
-            parts["head"] = lambda: of_draft(load_draft(setup["head"], target))
-        if method not in parts:
-            raise ConfigError(f"method is {method!r}; expected {', '.join(parts)}")
-        return SpeculativeDecoder(target, *parts[method]())
+        if method == "plain":
+            return SpeculativeDecoder(target)
+        if method == "ngram":
+            config = SpeculativeConfig("ngram", k, ngram_max=ngram_max, ngram_min=1)
+            return SpeculativeDecoder(target, None, config)
+        drafts = load_draft(setup["head"], target) if method == "head" else draft
+        return SpeculativeDecoder(target, drafts, SpeculativeConfig(drafts.method, k))
 
     def answer(request: dict) -> dict:
         decode = decoder(request["method"], request["k"], request["ngram_max"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import pathlib
-import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ import numpy as np
 
 from experiments.comparison.setup import Setup
 from experiments.run import report
-from experiments.run.lines import width
+from experiments.run.lines import fill
 from spec_jax.evaluation import profile
 from spec_jax.evaluation.costs import Costs
 from spec_jax.evaluation.prompts import PromptEncoder
@@ -27,6 +25,7 @@ from spec_jax.evaluation.summary import (
     number,
     results_table,
 )
+from spec_jax.show.summary import count_text
 from spec_jax.show.tables import Entry, Section, Table
 
 if TYPE_CHECKING:
@@ -67,31 +66,26 @@ def start(setup: Setup) -> dict[str, Any]:
 def describe_costs(costs: Costs) -> list[str]:
     """Returns sentences on what passes cost: of the target, of later drafts, of a round's first."""
 
-    def share(ms):
-        return f"{ms / costs.plain_ms:.2f}"
-
     unsure = costs.insignificant or {}
 
-    def mark(name, k):
-        return " (not significant)" if k in unsure.get(name, ()) else ""
+    def said(name, ms, k, of=""):
+        mark = " (not significant)" if int(k) in unsure.get(name, ()) else ""
+        return f"{ms / costs.plain_ms:.2f} with {name}{of}{mark}"
 
-    verify = [f"{w} tokens takes {share(ms)}" for w, ms in costs.verify_ms.items() if w > 1]
-    later = [f"{share(ms)} with {name}{mark(name, 0)}" for name, ms in costs.draft_ms.items()]
-    of_round = {
-        (name, k): f"{share(ms)} with {name} at K = {k}{mark(name, int(k))}"
-        for name, times in (costs.first_ms or {}).items()
-        for k, ms in times.items()
-    }
-    first = [text for (name, _), text in of_round.items() if name in costs.draft_ms]
-    whole = [text for (name, _), text in of_round.items() if name not in costs.draft_ms]
+    first = []
+    whole = []  # of drafters whose passes are timed together
+    for name, times in (costs.first_ms or {}).items():
+        texts = [said(name, ms, k, f" at K = {k}") for k, ms in times.items()]
+        (first if name in costs.draft_ms else whole).extend(texts)
+    verify = costs.verify_ms.items()
     sentences = {
-        "verifying": verify,
-        "each further draft adds": later,
+        "verifying": [f"{w} tokens takes {ms / costs.plain_ms:.2f}" for w, ms in verify if w > 1],
+        "each further draft adds": [said(name, ms, 0) for name, ms in costs.draft_ms.items()],
         "the first draft of a round adds": first,
         "drafting a block adds": whole,
     }
     plain = f"a target pass of one token takes {costs.plain_ms:.2f} ms"
-    parts = [f"{what} {', '.join(found)}" for what, found in sentences.items() if found]
+    parts = [f"{what} {', '.join(texts)}" for what, texts in sentences.items() if texts]
     return [plain, *(f"relative to it, {part}" for part in parts)]
 
 
@@ -460,7 +454,10 @@ def conditions(rep: Mapping[str, Any]) -> dict[str, str]:
     facts = {}
     for role, model in (rep.get("models") or {}).items():
         name = "target" if role == "target" else f"draft {role}"
-        facts[name] = report.describe_model(model).removeprefix(f"{role}: ")
+        shape = [f"{key} {model[key]}" for key in ("layers", "width", "vocabulary") if key in model]
+        size = f"{count_text(model['parameters'])} parameters"
+        label = "" if model["name"] == role else f"{model['name']}: "
+        facts[name] = label + ", ".join([size, *shape, model["dtype"]])
         if model.get("source"):
             facts[f"{name}, source"] = model["source"]
         if model["notes"]:
@@ -469,8 +466,11 @@ def conditions(rep: Mapping[str, Any]) -> dict[str, str]:
     facts |= {f"{k} {x['name']}": f"{x['given']}, {x['is']}" for k, x in own.items()}
     if rep.get("prompts"):
         facts["prompts"] = rep["prompts"]["description"]
-    if mesh := report.mesh_lines(rep.get("mesh")):
-        facts["mesh"] = "; ".join(mesh)
+    if mesh := rep.get("mesh"):
+        axes = ",".join(f"{name}:{size}" for name, size in mesh["axes"].items())
+        drafts = ", drafts replicated" if mesh["is_draft_replicated"] else ""
+        devices = f"{axes} of {len(mesh['devices'])} devices{drafts}"
+        facts["mesh"] = "; ".join([devices, *mesh["kept_whole"]])
     peaks = {"memory of the process, with all models": rep.get("process_peak_bytes")}
     peaks |= {f"memory of {d}": n for d, n in (rep.get("device_peak_bytes") or {}).items()}
     return facts | {f"largest {k}": f"{n / 2**20:,.0f} MiB" for k, n in peaks.items() if n}
@@ -488,10 +488,7 @@ def conclude(results: Sequence[CellResult]) -> list[str]:
 def print_head(rep: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Prints what is compared, and where the report will be."""
     env = rep["environment"]
-    fill = functools.partial(
-        textwrap.fill, width=width(), break_on_hyphens=False, break_long_words=False
-    )
     print(fill(f"spec_jax {env['spec_jax']}, jax {env['jax']}, {report.describe_machine(env)}"))
     for name, value in {**conditions(rep), "folder": folder}.items():
         if not name.endswith("as read"):
-            print(fill(f"{name:8} {value}", subsequent_indent=" " * 9), flush=True)
+            print(fill(f"{name:8} {value}", others=" " * 9), flush=True)

@@ -30,7 +30,14 @@ from spec_jax.evaluation.prompts import (
     room_for_prompt,
 )
 from spec_jax.evaluation.token_kinds import token_kinds
-from spec_jax.loading import DTYPES, LoadedModel, has_own_modules, load_draft, load_model
+from spec_jax.loading import (
+    DTYPES,
+    LoadedHead,
+    LoadedModel,
+    has_own_modules,
+    load_draft,
+    load_model,
+)
 
 RULES = tuple(s for s in STRATEGIES if s not in ("greedy", "synthetic"))
 _PIECES = ("", "pieces")  # of config.data: pieces of held-out modules
@@ -58,11 +65,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
         # The zoo's drafts are for the zoo's target; a directory may hold modules for its own.
         config.drafts = f"{config.target},ngram" if _has_modules(config.target) else "ngram"
 
-    def is_number(x):
-        return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-    def is_finite(x):
-        return is_number(x) and 0 <= x < float("inf")
+    def is_temperature(x):
+        return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < float("inf")
 
     def are_counts(values):
         return all(type(x) is int and x >= 1 for x in values)
@@ -70,21 +74,19 @@ def resolve(config: ConfigDict) -> ConfigDict:
     def are_of(names, known):
         return bool(names) and set(names) <= set(known)
 
-    def hint(names):
-        return next((did_you_mean(n, RULES) for n in names if n not in RULES), "")
-
-    rules = f"one or more of {', '.join(RULES)}"
+    for name in ("rules", "copying_rules"):
+        hint = next((did_you_mean(n, RULES) for n in config[name] if n not in RULES), "")
+        expected = f"one or more of {', '.join(RULES)}{hint}"
+        cli.require(are_of(config[name], RULES), config, name, expected)
     longest = config.max_prompt_tokens
-    least = 0 if config.data not in (*_PIECES, _FUNCTIONS) else 1
+    least = 1 if config.data in (*_PIECES, _FUNCTIONS) else 0
     cli.require_each(
         config,
-        (are_of(config.rules, RULES), "rules", rules + hint(config.rules)),
-        (are_of(config.copying_rules, RULES), "copying_rules", rules + hint(config.copying_rules)),
         (config.batches, "batches", "one or more"),
         (config.temperatures, "temperatures", "one or more"),
         (are_counts(config.ks), "ks", "integers of 1 or more, or none for each draft's own K"),
         (are_counts(config.batches), "batches", "integers of 1 or more"),
-        (all(map(is_finite, config.temperatures)), "temperatures", "numbers of 0 or more"),
+        (all(map(is_temperature, config.temperatures)), "temperatures", "numbers of 0 or more"),
         (config.repeats >= 1, "repeats", "1 or more"),
         (config.order in ("spread", "group"), "order", "spread or group"),
         (config.max_new_tokens >= 2, "max_new_tokens", "2 or more (prefill makes the first)"),
@@ -92,11 +94,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
         (are_of(dtypes, DTYPES), "dtype", f"one of {', '.join(DTYPES)}, or several with commas"),
         (config.baseline in ("same", "fastest"), "baseline", "same or fastest"),
         (config.target, "target", "a zoo name or a directory: --config.target=PATH"),
-        (
-            config.num_prompts >= least,
-            "num_prompts",
-            "1 or more; 0 for all questions of a set or a file",
-        ),
+        (config.num_prompts >= least, "num_prompts", "1 or more; 0 for all of a set or a file"),
         (config.num_shown >= 0, "num_shown", "0 or more"),
         (config.prompt_tokens >= 1, "prompt_tokens", "1 or more"),
         (cli.listed(config.drafts) or config.drafter, "drafts", "names or paths, with commas"),
@@ -207,8 +205,6 @@ class Setup(NamedTuple):
         target = target.with_chat_template_kwargs(variables)
         drafts, ks, notes = _load_drafts(config, target, devices)
         rule = custom_rule(config.rule) if config.rule else None
-        loaded = [d for d in drafts.values() if d is not None and not isinstance(d, Drafter)]
-        devices.check_drafts(loaded)
         asked = _questions(config, target)
         num_prompts = sum(question.num_turns for question in asked.chosen)
         config.batches, cut_off = fitting(config.batches, num_prompts)
@@ -218,6 +214,7 @@ class Setup(NamedTuple):
             if len(dtypes) > 1
         }
         setup = cls(config, target, drafts, rule, {}, asked, 0, devices, by_dtype, notes)
+        devices.check_drafts([*setup.loaded.values()])
         cells: dict[float, list[Cell]] = {}
         every = make_cells(
             drafts,
@@ -238,10 +235,9 @@ class Setup(NamedTuple):
         return setup._replace(drafts=drafts, cells=cells, room=room, notes=notes)
 
     @property
-    def loaded(self) -> dict[str, Draft]:
+    def loaded(self) -> dict[str, LoadedModel | LoadedHead]:
         """The drafts that are models or heads."""
-        known = self.drafts.items()
-        return {n: d for n, d in known if d is not None and not isinstance(d, Drafter)}
+        return {n: d for n, d in self.drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
 
     @property
     def custom(self) -> dict[str, dict[str, str]]:
@@ -256,13 +252,6 @@ class Setup(NamedTuple):
             facts["rule"] = {"name": self.rule.name, "is": kind, "given": self.config.rule}
         return facts
 
-    @property
-    def token_kinds(self) -> np.ndarray | None:
-        """The kind of each token, if acceptance is counted by kind."""
-        if not self.config.has_acceptance_by_kind:
-            return None
-        return token_kinds(self.target.tokenizer, self.target.model.vocab_size)
-
     def bench(self, prompts: list[list[int]], batch: int, layout: Sequence[Sequence[int]]) -> Bench:
         """Returns what decodes prompts.
 
@@ -273,6 +262,9 @@ class Setup(NamedTuple):
         """
         config = self.config
         sampler = build(SamplerConfig, {**config.sampler.to_dict(), "seed": config.seed})
+        kinds = None
+        if config.has_acceptance_by_kind:
+            kinds = token_kinds(self.target.tokenizer, self.target.model.vocab_size)
         return Bench(
             self.target,
             self.drafts,
@@ -288,7 +280,7 @@ class Setup(NamedTuple):
             devices=self.devices,
             rule=self.rule,
             has_audit=config.has_audit,
-            token_kinds=self.token_kinds,
+            token_kinds=kinds,
             has_places=config.has_acceptance_by_place,
             layout=layout,
             by_dtype=self.by_dtype,
@@ -302,20 +294,13 @@ def _load_drafts(
     notes: list[str] = []
     loaded: dict[str, Draft] = {}
     taken = ("target", PLAIN, *copying_methods())  # names that tables and timers use
+    dtype = config.dtype.partition(",")[0]
+    options = {"attention": config.attention, "mesh": devices.mesh}
+    options["axis_rules"] = devices.draft_axis_rules
     for name in cli.listed(config.drafts):
         try:
-            loaded[name] = (
-                None
-                if name in copying_methods()
-                else load_draft(
-                    name,
-                    target,
-                    config.dtype.partition(",")[0],
-                    attention=config.attention,
-                    mesh=devices.mesh,
-                    axis_rules=devices.draft_axis_rules,
-                )
-            )
+            is_method = name in copying_methods()
+            loaded[name] = None if is_method else load_draft(name, target, dtype, **options)
         except SpecJaxError as error:
             notes.append(f"{name} is left out: {error}")
     paths = [name for name in loaded if name not in copying_methods()]

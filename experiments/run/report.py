@@ -154,15 +154,6 @@ def load_note(env: dict) -> list[str]:
     ]
 
 
-def mesh_lines(mesh: dict | None) -> list[str]:
-    """Returns sentences on the mesh of ``MeshOptions.facts``; none without one."""
-    if mesh is None:
-        return []
-    axes = ",".join(f"{name}:{size}" for name, size in mesh["axes"].items())
-    drafts = ", drafts replicated" if mesh["is_draft_replicated"] else ""
-    return [f"mesh {axes} of {len(mesh['devices'])} devices{drafts}", *mesh["kept_whole"]]
-
-
 def names_of(paths: Sequence[str]) -> list[str]:
     """Returns a short name of each draft, another one for each: of runs/mine/export, "mine"."""
     parts = [[x for x in pathlib.PurePath(path).parts if x != "/"] for path in paths]
@@ -173,14 +164,6 @@ def names_of(paths: Sequence[str]) -> list[str]:
         if len(set(found)) == len(set(paths)):
             return found
     return list(paths)
-
-
-def describe_model(model: dict) -> str:
-    """Returns one line: name, size, shape."""
-    size = model["parameters"]
-    size = f"{size / 1e6:.2f}M" if size < 1e8 else f"{size / 1e9:.2f}B"
-    shape = [f"{key} {model[key]}" for key in ("layers", "width", "vocabulary") if key in model]
-    return f"{model['name']}: {', '.join([f'{size} parameters', *shape, model['dtype']])}"
 
 
 def describe_machine(env: dict) -> str:

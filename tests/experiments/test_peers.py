@@ -116,9 +116,9 @@ def test_flags_and_cells_name_the_parts_and_the_peers():
     assert benchmark.chosen(None, False) is None
     assert benchmark.chosen(None, True) == ["peers"]
     assert benchmark.chosen(["heads"], True) == ["heads", "peers"]
-    assert len(peers.cells((1, 3), has_draft=False, has_head=False)) == 2 + 2 * 2
-    cells = peers.cells((1, 3), has_draft=True, has_head=False)
+    assert len(peers.cells((1, 3), has_draft=False, head="")) == 2 + 2 * 2
+    cells = peers.cells((1, 3), has_draft=True, head="")
     assert len(cells) == len(set(cells)) == 3 + 2 * 4
     for cell in cells:
         assert cell.side == THEIRS or cell.peer in cells
-    assert PeerCell(OURS, "head", 3).peer == PeerCell(THEIRS, "assisted", 3)
+    assert PeerCell(OURS, "head", 3, "h").peer == PeerCell(THEIRS, "assisted", 3)
