@@ -1,4 +1,4 @@
-"""Links of the repository's texts, made links of the site; and its navigation.
+"""Links of the repository's texts, made links of the site.
 
 On the forge a link leads to a file. On the site a document has a page, and so has every other file
 of text that a document links to: its source.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "WORKSPACE.md": "workspace.md"}
 # Code is passed over: fenced, then between backticks.
@@ -66,33 +65,3 @@ def rewrite(text: str, origin: str, page: str, is_file: Callable[[str], bool]) -
         return f"]({to}{'#' if fragment else ''}{fragment})"
 
     return _LINK.sub(change, text)
-
-
-def in_nav(nav: list[Any]) -> Iterator[str]:
-    """Yields the pages that a navigation names, in order."""
-    for entry in nav:
-        value = entry if isinstance(entry, str) else next(iter(entry.values()))
-        if isinstance(value, str):
-            yield value
-        else:
-            yield from in_nav(value)
-
-
-def complete(nav: list[Any], pages: Iterable[str]) -> list[Any]:
-    """Returns a navigation with the pages that it does not name at the end of their sections.
-
-    Pages of a folder belong to the section of that name, others to the guides.
-
-    Args:
-      nav: As in mkdocs.yml.
-      pages: Paths below docs/.
-    """
-    added: dict[str, list[str]] = {}
-    for page in sorted(set(pages) - set(in_nav(nav))):
-        folder = posixpath.dirname(page)
-        added.setdefault(folder.capitalize() or "Guides", []).append(page)
-    return [
-        {title: [*value, *added.get(title, ())] if isinstance(value, list) else value}
-        for entry in nav
-        for title, value in entry.items()
-    ]

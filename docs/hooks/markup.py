@@ -8,6 +8,8 @@ import html
 import pathlib
 import re
 
+import spec_jax
+
 _FORMULA = re.compile(
     r'<(span|div) class="arithmatex">(?:\\\((.*?)\\\)|\\\[(.*?)\\\])</\1>', re.DOTALL
 )
@@ -99,15 +101,13 @@ def described(page: str) -> str:
     return re.sub(r'<h[1-6][^>]*>(.*?)</h[1-6]>|alt="No description [^"]*"', change, page)
 
 
-def known_names(package: pathlib.Path) -> dict[str, str]:
+def known_names() -> dict[str, str]:
     """Returns the dotted names of what texts call by a name alone: classes with one of their own.
 
     What the package offers at its top goes by that name.
-
-    Args:
-      package: The package's folder.
     """
     found: dict[str, list[str]] = collections.defaultdict(list)
+    package = pathlib.Path(spec_jax.__file__).parent
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
@@ -115,17 +115,7 @@ def known_names(package: pathlib.Path) -> dict[str, str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(f"{module}.{node.name}")
     names = {name: places[0] for name, places in found.items() if len(places) == 1}
-    for name in exported(package / "__init__.py"):
-        names[name] = f"{package.name}.{name}"
-    return names
-
-
-def exported(path: pathlib.Path) -> list[str]:
-    """Returns the names in ``__all__`` of a module, without running it."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
-    return []
+    return names | {name: f"spec_jax.{name}" for name in spec_jax.__all__}
 
 
 def link_names(page: str, names: dict[str, str]) -> str:

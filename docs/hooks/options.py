@@ -95,13 +95,9 @@ def _table(head: Sequence[str], rows: Sequence[_Row]) -> str:
 
 def _keys(path: pathlib.Path) -> dict[str, _Row]:
     return {
-        key: (f"--config.{key}", config_help.plain(value), _sentence(said))
+        key: (f"--config.{key}", config_help.plain(value), config_help.sentence(said))
         for key, (value, said) in config_help.meanings(path).items()
     }
-
-
-def _sentence(said: str) -> str:
-    return said[:1].upper() + said[1:]
 
 
 def _sections(rows: dict[str, _Row], level: str) -> str:
@@ -131,7 +127,7 @@ def page(name: str, said: Help) -> str:
         "\n## Flags\n",
         _table(
             ("flag", "default", "meaning"),
-            [(f"--{flag}", value, _sentence(text)) for flag, value, text in said.flags],
+            [(f"--{flag}", value, config_help.sentence(text)) for flag, value, text in said.flags],
         ),
     ]
     if said.config is None:

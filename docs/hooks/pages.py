@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 from docs.hooks import links, markup, options, search  # noqa: E402
 
-_NAMES = markup.known_names(ROOT / "spec_jax")
+_NAMES = markup.known_names()
 _FIRST_SCREEN = "<!-- the first screen of README.md -->"
 _PICTURE = "\n\n![The page of a run](docs/images/report.png){ .lead }\n\n"  # below the heading
 _LAST = "Read on"  # the README's section that the site's navigation replaces
@@ -55,9 +55,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(f"experiments/{name}.md", options.page(name, said[name]), f"experiments/{name}.py")
     add("experiments/index.md", options.index(said), "experiments/index.md")
     add("reference/command_line.md", options.command_line(said), "spec_jax/__main__.py")
-    shown = (f.src_uri for f in files.documentation_pages() if not f.inclusion.is_not_in_nav())
-    config.nav = links.complete(config.nav, shown)
-
     texts = [
         (f"docs/{f.src_uri}", f.content_string)
         for f in files.documentation_pages()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -326,7 +327,12 @@ def _curve(results: Sequence[CellResult]) -> Section:
     for first in (r for r in first_batch(results) if not r.cell.is_plain):
         same = [next((r for r in g if r.cell == first.cell), None) for g in groups.values()]
         values = [r and f"{r.speedup.value:.2f}x ({interval_text(r)})" or "–" for r in same]
-        rows.append([first.cell.name, f"{first.cell.temperature:g}", *values, pays_at(same)])
+        known = [r for r in same if r is not None]
+        paying = [str(r.batch) for r in known if r.speedup.low > 1]
+        pays = f"at {', '.join(paying)}" if paying else "nowhere"
+        if len(paying) == len(known):
+            pays = "everywhere"
+        rows.append([first.cell.name, f"{first.cell.temperature:g}", *values, pays])
     text = (
         "A larger batch fills the processor with rows, and a verify pass is no longer nearly free."
     )
@@ -335,28 +341,19 @@ def _curve(results: Sequence[CellResult]) -> Section:
     return Section("Speed-up by batch size", [text], found, figure="batches.png")
 
 
-def pays_at(results: Sequence[CellResult | None]) -> str:
-    """Says at which batch sizes, in their order, the speed-up is significantly above 1."""
-    known = [r for r in results if r is not None]
-    paying = [r.batch for r in known if r.speedup.low > 1]
-    if not paying:
-        return "nowhere"
-    return "everywhere" if len(paying) == len(known) else f"at {', '.join(map(str, paying))}"
-
-
 def _rounds(shown: Sequence[CellResult]) -> Section:
     timed = [(r, r.round_time) for r in shown if r.round_time is not None]
     plain_ms = {r.cell.temperature: time.round_ms for r, time in timed if r.cell.is_plain}
     even_ms = [r.tau.value * plain_ms.get(r.cell.temperature, math.nan) for r, _ in timed]
-    parts_ms = [(time.verify_ms, time.draft_ms, time.rest_ms) for _, time in timed]
-    drawn_ms = [[ms or 0.0 for ms in parts] for parts in parts_ms]
-    ends = [*map(sum, drawn_ms), *(time.round_ms for _, time in timed), *even_ms]
+    sums_ms = [np.cumsum([0.0, *(ms or 0.0 for ms in t.parts_ms.values())]) for _, t in timed]
+    ends = [*(x[-1] for x in sums_ms), *(time.round_ms for _, time in timed), *even_ms]
     end = 1.02 * max((x for x in ends if math.isfinite(x)), default=1.0)
     rows = []
-    for (r, time), even, parts, drawn in zip(timed, even_ms, parts_ms, drawn_ms):
-        sums = np.cumsum([0, *drawn]) / end
-        bar = [(f"s{i}", *ends) for i, ends in enumerate(zip(sums, sums[1:]))]
+    for (r, time), even, sums in zip(timed, even_ms, sums_ms):
+        bar = [(f"s{i}", *piece) for i, piece in enumerate(itertools.pairwise(sums / end))]
         bar += [("tick", even / end, even / end)] * (even <= end)
+        of_parts = enumerate(time.parts_ms.values())
+        parts = [Entry(number(ms, ".3f"), f"key s{i}") for i, ms in of_parts]
         ratio = r.speedup.value / r.predicted_speedup if r.predicted_speedup else None
         mark = "" if time.is_draft_cost_significant else " ?"
         of_plain = r.cell.is_plain
@@ -365,7 +362,7 @@ def _rounds(shown: Sequence[CellResult]) -> Section:
                 r.cell.name,
                 f"{r.cell.temperature:g}",
                 Entry(number(time.round_ms, ".3f"), bar=bar if time.verify_ms else ()),
-                *(Entry(number(ms, ".3f"), f"key s{i}") for i, ms in enumerate(parts)),
+                *parts,
                 number(time.draft_cost, ".3f") + mark,
                 "–" if of_plain else number(r.speedup.value),
                 number(r.predicted_speedup),

@@ -40,6 +40,7 @@ from spec_jax.intervals import Interval, paired_speedup
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
 from spec_jax.named import to_rule
 from spec_jax.progress import Progress
+from spec_jax.show import page, plots
 from spec_jax.show.tables import Section
 
 if TYPE_CHECKING:
@@ -285,10 +286,14 @@ def results_of(
             kinds=KindResult.of(outputs),
             places=PlaceResult.of(outputs),
         )
-        first = _first_of_same_k([*counts], cell)
-        if first is not None:
-            difference = count.less(counts[first])
-            result = dataclasses.replace(result, compared_with=first.label, difference=difference)
+        if cell.k and not cell.tree:  # beside the first draft's chain of the same K
+            same = (c for c in counts if (c.k, c.tree, c.dtype) == (cell.k, None, cell.dtype))
+            first = next(same)
+            if first.method != cell.method:
+                difference = count.less(counts[first])
+                result = dataclasses.replace(
+                    result, compared_with=first.label, difference=difference
+                )
         if costs and cell.dtype in costs:
             result = _with_costs(result, run, plain, costs[cell.dtype])
         results.append(result)
@@ -338,14 +343,6 @@ def _category(run, plain, counts, questions, group, chosen) -> CategoryResult:
     return result._replace(speedup=speedup, **speeds)
 
 
-def _first_of_same_k(cells: Sequence[Cell], cell: Cell) -> Cell | None:
-    """The first draft's chain of the same K, with which another one's is compared."""
-    if cell.tree or not cell.k:
-        return None
-    first = next(c for c in cells if (c.k, c.tree, c.dtype) == (cell.k, None, cell.dtype))
-    return None if first.method == cell.method else first
-
-
 def _with_costs(
     result: CellResult, run: CellRun, plain: CellRun, costs: pass_costs.Costs
 ) -> CellResult:
@@ -390,17 +387,26 @@ class Comparison:
         """One sentence for each temperature: its fastest lossless draft."""
         return summary.conclusions(self.results)
 
+    def _tables(self) -> list[Section]:
+        results = Section("", table=summary.results_table(self.results))
+        return [results, *summary.counted_sections(self.results)]
+
     def __str__(self) -> str:
+        tables = [section.console() for section in self._tables()]
         notes = [f"note: {note}" for note in self.notes]
-        parts = [Section("", table=summary.results_table(self.results))]
-        parts += summary.counted_sections(self.results)
-        tables = [section.console() for section in parts]
-        return "\n".join([self.title, "", "\n\n".join(tables), "", *self.conclusions, *notes])
+        return "\n\n".join([self.title, *tables, "\n".join([*self.conclusions, *notes])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return summary.html_table(self.title, self.results, [*self.conclusions, *self.notes])
+        tables = []
+        below = [["", line] for line in (*self.conclusions, *self.notes)]
+        for section in self._tables():
+            rows = [section.table.header, *section.table.rows]
+            rows = [[*map(str, row)] for row in rows] + below
+            tables.append(page.table(section.title or self.title, rows))
+            below = []
+        return "".join(tables)
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the speed-up of every cell with its interval, a panel for each temperature.
@@ -411,7 +417,22 @@ class Comparison:
         Returns:
           The matplotlib figure.
         """
-        return summary.plot_speedups(self.results, axes)
+        drafted = [r for r in self.results if not r.cell.is_plain]
+        temperatures = list(dict.fromkeys(r.cell.temperature for r in drafted))
+        size = (5.0, 1.2 + 0.32 * len(drafted))
+        with plots.panels(len(temperatures), axes, size) as drawn:
+            for axis, temperature in zip(drawn, temperatures):
+                shown = [r for r in drafted if r.cell.temperature == temperature]
+                value = np.asarray([r.speedup.value for r in shown], float)
+                ends = np.asarray([r.speedup.bounds for r in shown], float).T
+                error = np.nan_to_num(np.abs(ends - value))
+                axis.axvline(1, color="0.45", linewidth=1)
+                axis.errorbar(value, range(len(shown)), xerr=error, fmt="o", capsize=3)
+                axis.set_yticks(range(len(shown)), [r.cell.name for r in shown])
+                axis.invert_yaxis()
+                label = "speed-up over plain decoding (bars: 95 %)"
+                axis.set(title=f"T={temperature:g}", xlabel=label)
+            return drawn[0].figure
 
 
 def compare(
@@ -582,8 +603,15 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
                 f"the draft named {name!r} is not the method {name!r}, which copies tokens; give "
                 "it another name"
             )
-        if isinstance(draft, str):
-            loaded[name] = None if is_method else _load(draft, target)
+        if is_method:
+            loaded[name] = None
+        elif isinstance(draft, str):
+            try:
+                loaded[name] = load_draft(draft, target)
+            except SpecJaxError as error:
+                raise ConfigError(
+                    f"draft {draft!r} cannot draft for {target.name}: {error}"
+                ) from error
         elif isinstance(draft, LoadedModel | LoadedHead | Drafter):
             loaded[name] = draft
         else:
@@ -592,13 +620,6 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
                 f"Drafter, a name or path, or one of {', '.join(copying_methods())}"
             )
     return loaded
-
-
-def _load(path: str, target: LoadedModel) -> LoadedModel | LoadedHead:
-    try:
-        return load_draft(path, target)
-    except SpecJaxError as error:
-        raise ConfigError(f"draft {path!r} cannot draft for {target.name}: {error}") from error
 
 
 def _several(values: Any) -> tuple[Any, ...]:

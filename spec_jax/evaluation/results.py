@@ -52,23 +52,6 @@ class Counts(NamedTuple):
             counts.append((s.emitted - s.first, s.rounds, s.reached_at, s.accepted_at))
         return cls(*map(np.asarray, zip(*counts)))
 
-    @staticmethod
-    def rates(
-        tokens: np.ndarray, rounds: np.ndarray, reached: np.ndarray, accepted: np.ndarray
-    ) -> np.ndarray:
-        """Computes tau and the conditional acceptance at each position from sums of the counts.
-
-        Args:
-          tokens: i64[...].
-          rounds: i64[...].
-          reached: i64[...,K].
-          accepted: i64[...,K].
-
-        Returns:
-          f64[...,1+K], NaN where no draft was reached.
-        """
-        return np.concatenate([(tokens / rounds)[..., None], accepted / reached], axis=-1)
-
     def intervals(self) -> tuple[Interval, tuple[Interval, ...]]:
         """Returns tau and the acceptance by position of all questions, with their intervals."""
         (tau,) = jackknife(
@@ -78,10 +61,12 @@ class Counts(NamedTuple):
 
     def less(self, other: Counts) -> tuple[Interval, ...]:
         """Returns intervals of the rates of these counts less those of others, by question."""
-        num = len(self)
+
+        def rates(tokens, rounds, reached, accepted):
+            return np.concatenate([(tokens / rounds)[..., None], accepted / reached], axis=-1)
 
         def less(*sums):
-            return Counts.rates(*sums[:num]) - Counts.rates(*sums[num:])
+            return rates(*sums[: len(self)]) - rates(*sums[len(self) :])
 
         tau, *accept = jackknife(less, *self, *other)
         return tau, *(x.within(-1, 1) for x in accept)
@@ -166,6 +151,11 @@ class RoundTime(NamedTuple):
         return max(self.round_ms - self.verify_ms - self.draft_ms, 0.0)
 
     @property
+    def parts_ms(self) -> dict[str, float | None]:
+        """Passes and rest of a round, by name."""
+        return {"verify": self.verify_ms, "draft": self.draft_ms, "rest": self.rest_ms}
+
+    @property
     def is_busy(self) -> bool:
         """Whether the passes, timed apart, took longer than whole rounds, as on a busy machine."""
         return self.verify_ms is not None and self.verify_ms + self.draft_ms > self.round_ms
@@ -180,8 +170,7 @@ class RoundTime(NamedTuple):
         if self.verify_ms is None:
             return entry
         rest = {"rest of a round": self.rest_ms, "rest of plain": self.plain_rest_ms}
-        parts = {"verify": self.verify_ms, "draft": self.draft_ms, "rest": self.rest_ms}
-        return entry | {"round_parts_ms": parts, "difference_ms": {} if is_plain else rest}
+        return entry | {"round_parts_ms": self.parts_ms, "difference_ms": {} if is_plain else rest}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from spec_jax.evaluation.results import CellResult
-from spec_jax.show import page
-from spec_jax.show.plots import panels
 from spec_jax.show.tables import Entry, Section, Table
 
 COLUMNS = {
@@ -176,24 +171,6 @@ def counted_sections(results: Sequence[CellResult]) -> list[Section]:
     return [section for section in sections if section.table.rows]
 
 
-def html_table(title: str, results: Sequence[CellResult], sentences: Sequence[str]) -> str:
-    """Returns the results as HTML, for a notebook.
-
-    Args:
-      title: What was compared.
-      results: The results.
-      sentences: Shown below the first table.
-    """
-    parts = [Section(title, table=results_table(results)), *counted_sections(results)]
-    notes = [["", line] for line in sentences]
-    tables = []
-    for part in parts:
-        rows = [part.table.header, *part.table.rows]
-        tables.append(page.table(part.title, [[*map(str, row)] for row in rows] + notes))
-        notes = []
-    return "".join(tables)
-
-
 def length_notes(results: Sequence[CellResult]) -> list[str]:
     """Returns a sentence on each result with rounds past the maximum length of its draft."""
     counts = [(r, r.stats.undrafted_rounds) for r in results]
@@ -296,29 +273,3 @@ def _sameness(result: CellResult) -> str:
         is_rounding = result.has_near_ties_alone
         return "output identical but for near ties" if is_rounding else "output NOT identical"
     return "identical output" if result.is_identical else "same distribution"
-
-
-def plot_speedups(results: Sequence[CellResult], axes: Any = None) -> Any:
-    """Draws the speed-up of every cell with its interval, a panel for each temperature.
-
-    Args:
-      results: The results.
-      axes: matplotlib axes to draw on, one for each temperature; None: a new figure.
-
-    Returns:
-      The matplotlib figure.
-    """
-    drafted = [r for r in results if not r.cell.is_plain]
-    temperatures = list(dict.fromkeys(r.cell.temperature for r in drafted))
-    with panels(len(temperatures), axes, (5.0, 1.2 + 0.32 * len(drafted))) as drawn:
-        for axis, temperature in zip(drawn, temperatures):
-            shown = [r for r in drafted if r.cell.temperature == temperature]
-            value = np.asarray([r.speedup.value for r in shown], float)
-            ends = np.asarray([r.speedup.bounds for r in shown], float).T
-            error = np.nan_to_num(np.abs(ends - value))
-            axis.axvline(1, color="0.45", linewidth=1)
-            axis.errorbar(value, range(len(shown)), xerr=error, fmt="o", capsize=3)
-            axis.set_yticks(range(len(shown)), [r.cell.name for r in shown])
-            axis.invert_yaxis()
-            axis.set(title=f"T={temperature:g}", xlabel="speed-up over plain decoding (bars: 95 %)")
-        return drawn[0].figure
