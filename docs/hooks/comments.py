@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import tokenize
 from typing import Any
 
 import griffe
 
-
-def comment_of(lines: list[str], first: int, last: int) -> str:
-    """Returns the comments above and after an assignment, as one text.
-
-    Args:
-      lines: The lines of the file.
-      first: The assignment's first line, counted from 1.
-      last: Its last line.
-    """
-    above = []
-    for line in reversed(lines[: first - 1]):
-        if not line.lstrip().startswith("#"):
-            break
-        above.insert(0, line.strip().lstrip("# "))
-    code = "\n".join(lines[first - 1 : last]).strip()
-    found = [
-        t.string
-        for t in tokenize.generate_tokens(io.StringIO(code).readline)
-        if t.type == tokenize.COMMENT
-    ]
-    after = [x.lstrip("# ") for x in found if not x.startswith("# fmt:")]
-    # The shape stands after the assignment and comes first.
-    return ". ".join(filter(None, (" ".join(after).rstrip("."), " ".join(above))))
+from experiments.run.config_help import comments_of
 
 
 class Comments(griffe.Extension):
@@ -79,4 +55,7 @@ def _hide(module: griffe.Module, paths: set[str]) -> None:
 
 
 def _said(attr: griffe.Attribute) -> str:
-    return comment_of(attr.lines_collection[attr.filepath], attr.lineno, attr.endlineno)
+    lines = attr.lines_collection[attr.filepath]
+    above, beside = comments_of(lines, attr.lineno, attr.endlineno)
+    # The shape stands beside the assignment and comes first.
+    return ". ".join(filter(None, (beside.rstrip("."), above)))

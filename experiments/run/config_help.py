@@ -23,6 +23,25 @@ _IMPORTED = re.compile(r"^from configs import ([\w, ]+)$", re.MULTILINE)
 _BASE = re.compile(r"^\s*config = (\w+)\.get_config\(\)", re.MULTILINE)
 
 
+def comments_of(lines: Sequence[str], first: int, last: int) -> tuple[str, str]:
+    """Returns the comment above some lines of code, and that beside them.
+
+    Args:
+      lines: The lines of the file.
+      first: The first line of the code, counted from 1.
+      last: Its last line.
+    """
+    above = []
+    for line in reversed(lines[: first - 1]):
+        if not line.lstrip().startswith("#"):
+            break
+        above.insert(0, line.strip().lstrip("# "))
+    code = "\n".join(lines[first - 1 : last]).strip()
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    beside = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
+    return " ".join(above), " ".join(x for x in beside if not x.startswith("fmt:"))
+
+
 def comments(path: pathlib.Path) -> dict[str, str]:
     """Returns what the comments of a config file say, by key; dots for keys of sections.
 
@@ -38,39 +57,26 @@ def comments(path: pathlib.Path) -> dict[str, str]:
         if (path.parent / f"{name}.py").exists():
             base |= comments(path.parent / f"{name}.py")
     found = dict(base)
-    beside = {}
-    above = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:"):
-            row, column = token.start
-            text = token.string.removeprefix("#").strip()
-            if token.line[:column].strip():
-                beside[row] = text
-            else:  # of the line below, with the lines above
-                above[row + 1] = f"{above.pop(row, '')} {text}".strip()
 
-    def add(key: str, value: ast.expr, row: int) -> None:
-        said = f"{above.get(row, '')} {beside.get(row, '')}".strip()
-        both = " ".join(map(sentence, filter(None, (base.get(key, ""), said))))
-        found[key] = (both if base.get(key) else said) if said else found.get(key, "")
-        add_all(f"{key}.", value)
+    def add(key: str, value: ast.expr, first: int) -> None:
+        inner = value.args[0] if isinstance(value, ast.Call) and value.args else value
+        if isinstance(inner, ast.Dict):  # ConfigDict({...}), or update({...})
+            for name, entry in zip(inner.keys, inner.values):
+                if isinstance(name, ast.Constant):
+                    add(f"{key}.{name.value}".lstrip("."), entry, name.lineno)
+        elif key:
+            said = " ".join(comments_of(source.splitlines(), first, value.end_lineno)).strip()
+            if said and base.get(key):
+                said = f"{sentence(base[key])} {sentence(said)}"
+            found[key] = said or found.get(key, "")
 
-    def add_all(prefix: str, value: ast.expr) -> None:
-        if isinstance(value, ast.Call) and value.args:  # ConfigDict({...}), or update({...})
-            value = value.args[0]
-        if isinstance(value, ast.Dict):
-            for key, inner in zip(value.keys, value.values):
-                if isinstance(key, ast.Constant):
-                    add(f"{prefix}{key.value}", inner, key.lineno)
-
-    statements = (x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Assign | ast.Call))
-    for node in sorted(statements, key=lambda x: x.lineno):
-        target = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if target.startswith("config."):
-            add(target.removeprefix("config."), node.value, node.lineno)
-        elif called.startswith("config.") and called.endswith(".update"):
-            add_all(called.removeprefix("config.").removesuffix("update"), node)
+    nodes = (x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Assign | ast.Call))
+    for node in sorted(nodes, key=lambda x: x.lineno):
+        is_call = isinstance(node, ast.Call)
+        name = ast.unparse(node.func if is_call else node.targets[0])
+        if name.split(".")[0] == "config" and (name.endswith(".update") or not is_call):
+            key = name.removesuffix(".update").removeprefix("config").lstrip(".")
+            add(key, node if is_call else node.value, node.lineno)
     return found
 
 
