@@ -155,12 +155,12 @@ def prompts_of(config: ConfigDict, decoder: SpeculativeDecoder) -> tuple[int, Pa
     if path.is_dir() or is_json(path):
         held_out = HeldOut.of(read_records(path, [], read_record), config.held_out_share)
         check_effect(variables, map(of_record, _records(path, held_out, [])))
-        every = [*map(encoder.count, _records(path, held_out, malformed))]
-        num_held_out = sum(_is_held_out(r, held_out) for r in read_records(path, [], read_record))
+        counts = [encoder.count(record) for record in _records(path, held_out, malformed)]
+        num_held_out = sum(1 for _ in read_records(path, [], read_record)) - len(counts)
         if num_held_out:
             notes.append(f"{num_held_out} conversations are left out: {held_out.note}")
-        pairs = _encoded(encoder, zip(_records(path, held_out, []), every), notes)
-        total = sum(every)
+        pairs = _encoded(encoder, zip(_records(path, held_out, []), counts), notes)
+        total = sum(counts)
     else:
         rows = read(config.prompts, malformed)
         check_effect(variables, rows)
@@ -180,7 +180,8 @@ def _records(
 ) -> Iterator[Conversation | Text]:
     """Yields the records that training does not hold out."""
     for record in read_records(path, malformed, read_record):
-        if not _is_held_out(record, held_out):
+        is_answered = isinstance(record, Conversation) and is_document(record)
+        if not is_answered or held_out.part(record, "train") is not None:
             yield record
 
 
@@ -195,22 +196,6 @@ def _encoded(
         except ConfigError as error:
             notes.append(f"left out: {error}")
         first += number
-
-
-def _listed(prompts: Pairs, total: int) -> list[tuple[int, list[int]]]:
-    """Returns all prompts, with progress."""
-    pairs = []
-    with Progress(total, "encoding prompts", every_s=10.0) as bar:
-        for index, ids in prompts:
-            pairs.append((index, ids))
-            bar.step(f"{len(ids)} tokens")
-    return pairs
-
-
-def _is_held_out(record: Conversation | Text, held_out: HeldOut) -> bool:
-    """Whether a record is an answered conversation that training holds out."""
-    is_answered = isinstance(record, Conversation) and is_document(record)
-    return is_answered and held_out.part(record, "train") is None
 
 
 def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int]]]:
@@ -260,7 +245,12 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
         longest = config.max_prompt_tokens
         if longest is None:  # of a file, whose prompts are encoded to know
-            prompts = _listed(prompts, total)
+            with Progress(total, "encoding prompts", every_s=10.0) as encoding:
+                pairs = []
+                for index, ids in prompts:
+                    pairs.append((index, ids))
+                    encoding.step(f"{len(ids)} tokens")
+            prompts = pairs
             room = room_for_prompt(decoder.target, config.max_new_tokens)
             longest = max((len(ids) for _, ids in prompts if len(ids) <= room), default=1)
         num_before = len(responses)

@@ -34,7 +34,7 @@ from spec_jax.evaluation.results import (
     KindResult,
     RoundTime,
 )
-from spec_jax.evaluation.timing import Timer, interleave
+from spec_jax.evaluation.timing import interleave
 from spec_jax.evaluation.token_kinds import token_kinds
 from spec_jax.intervals import Interval, paired_speedup
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_model
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 _MIN_QUESTIONS = 4  # of a category; an interval of fewer says nothing
 
 
-def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
-    """Runs tasks two at a time, with progress, because a single compilation leaves cores idle.
+def run_all(tasks: Mapping[str, Callable[[], Any]], what: str) -> dict[str, Any]:
+    """Returns what tasks return. They run two at a time, since one compilation leaves cores idle.
 
     Several processes run one at a time, since they must run their programs in the same order.
     """
@@ -65,6 +65,7 @@ def run_all(tasks: Mapping[str, Callable[[], object]], what: str) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+        return {name: future.result() for future, name in futures.items()}
 
 
 def compile_all(
@@ -81,19 +82,14 @@ def compile_all(
     if not has_costs:
         run_all(tasks, "compiling")
         return None
-    timers: dict[pass_costs.TimedLoop, Timer] = {}
     ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
     target, drafts = bench.models(cells[0].dtype)
     drafts = {n: d for n, d in drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
     widest = max(cell.k for cell in cells if not cell.tree)
     slots = whole_slots(bench.longest + bench.max_new_tokens + widest + 1)  # as decoding has
-
-    def add(loop, make):
-        timers[loop] = make()
-
     makers = pass_costs.timer_makers(target, drafts, ks, slots, bench.batch)
-    tasks |= {str(loop): functools.partial(add, loop, make) for loop, make in makers.items()}
-    run_all(tasks, "compiling")
+    done = run_all(tasks | {str(loop): make for loop, make in makers.items()}, "compiling")
+    timers = {loop: done[str(loop)] for loop in makers}
     with Progress(pass_costs.REPEATS, "timing passes", every_s=10.0, delay_s=2.0) as bar:
         times = interleave(timers, pass_costs.REPEATS, bar.step)
     return pass_costs.Costs.of_times(times, slots=slots, batch=bench.batch)
