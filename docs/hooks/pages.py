@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     said = options.ask_all()
     for name in options.experiments():
         add(f"experiments/{name}.md", options.page(name, said[name]), f"experiments/{name}.py")
-    add("experiments/index.md", options.index(said), "experiments/index.md")
+    add("experiments/index.md", options.index(), "experiments/index.md")
     add("reference/command_line.md", options.command_line(said), "spec_jax/__main__.py")
     texts = [
         (f"docs/{f.src_uri}", f.content_string)

@@ -91,14 +91,6 @@ def docstring(path: pathlib.Path) -> str:
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
-def load(path: pathlib.Path) -> ConfigDict:
-    """Returns the config of a file."""
-    spec = importlib.util.spec_from_file_location("config_of_help", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
-
-
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the values of a config by their full names, with dots for those of sections."""
     values = {}
@@ -116,7 +108,10 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
     config that the file imports; or, in the section ``sampler``, the help of ``SamplerConfig``.
     """
     known = comments(path)
-    values = flat(load(path))
+    spec = importlib.util.spec_from_file_location("config_of_help", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    values = flat(module.get_config())
     by_name: dict[str, str] = {}
     imported = ",".join(_IMPORTED.findall(path.read_text(encoding="utf-8"))).split(",")
     others = (path.parent / f"{name.strip()}.py" for name in imported if name)
@@ -137,38 +132,20 @@ def meanings(path: pathlib.Path) -> dict[str, tuple[Any, str]]:
 
 def describe(path: pathlib.Path) -> str:
     """Returns a line for each key of a config file: its flag with its value, and its meaning."""
-    found = meanings(path).items()
-    return "\n".join(_line(f"  --config.{k}={plain(value)}", said) for k, (value, said) in found)
+    return "\n".join(_line(f"config.{key}", *found) for key, found in meanings(path).items())
 
 
-def _line(flag: str, said: str) -> str:
+def _line(name: str, value: Any, said: str) -> str:
+    """Returns a flag with a value as it is typed, and its meaning."""
+    if isinstance(value, tuple | list):
+        value = ",".join(map(str, value))
+    flag = f"  --{name}={'' if value is None else value}"
     if not said:
         return flag
     indent = " " * (44 if lines.width() == 100 else 32)
     if len(flag) <= len(indent) - 2:
         return lines.fill(sentence(said), flag.ljust(len(indent)), indent)
     return f"{flag}\n{lines.fill(sentence(said), indent, indent)}"
-
-
-def plain(value: Any) -> str:
-    """Returns a value as it is typed on the command line."""
-    if isinstance(value, (tuple, list)):
-        return ",".join(map(str, value))
-    return "" if value is None else str(value)
-
-
-def main_flags(main: str) -> list[tuple[str, str, str]]:
-    """Returns name, default value and meaning of each flag that a main module defines.
-
-    Args:
-      main: The main module's file, as in ``sys.argv[0]``. ``--config`` is left out.
-    """
-    known = flags.FLAGS.get_key_flags_for_module(main)
-    return [
-        (flag.name, plain(flag.default), flag.help or "")
-        for flag in sorted(known, key=lambda flag: flag.name)
-        if flag.name != "config"
-    ]
 
 
 def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None) -> str:
@@ -179,14 +156,16 @@ def text(module: types.ModuleType, argv: Sequence[str], config_file: str | None)
       argv: The command line; the config file that ``--config`` names is described.
       config_file: The one that is described otherwise; None: the experiment has no config.
     """
-    rows = [_line(f"  --{name}={value}", said) for name, value, said in main_flags(argv[0])]
-    parts = [module.__doc__.strip(), "", "Flags, with their values by default:", *rows]
+    known = flags.FLAGS.get_key_flags_for_module(argv[0])
+    known = sorted((flag for flag in known if flag.name != "config"), key=lambda flag: flag.name)
+    parts = [module.__doc__.strip(), "", "Flags, with their values by default:"]
+    parts += [_line(flag.name, flag.default, flag.help or "") for flag in known]
     if config_file is not None:
         given = [x.partition("=")[2] for x in argv[1:] if x.startswith("--config=")]
         path = pathlib.Path(given[-1] if given else config_file)
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         parts += [
-            _line(f"  --config={shown}", "A file of values for the keys below."),
+            _line("config", shown, "A file of values for the keys below."),
             "",
             f"Keys of {shown}, with its values:",
             describe(path),
