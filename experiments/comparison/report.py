@@ -58,9 +58,6 @@ def start(setup: Setup) -> dict[str, Any]:
             "categories": [question.category for question in asked],
         },
         "notes": list(setup.notes),
-        "costs": {},
-        "results": [],
-        "is_complete": False,
     }
 
 

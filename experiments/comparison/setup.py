@@ -339,7 +339,6 @@ def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
             f"{target.name} has no tokenizer, and all questions are text; expected tokenizer.json "
             "in its directory"
         )
-    encoder = PromptEncoder(target)
     variables = cli.json_object(config, "chat_template_kwargs")
     if config.data in _PIECES:
         check_effect(variables, [])
@@ -350,6 +349,5 @@ def _questions(config: ConfigDict, target: LoadedModel) -> Questions:
     data = "" if config.data == _FUNCTIONS else config.data
     asked = questions.load(data, config.num_prompts, config.categories, config.seed)
     check_effect(variables, asked.chosen)
-    notes = [*asked.notes]
-    chosen = encodable(asked.chosen, encoder, notes)
-    return asked._replace(chosen=chosen, notes=notes)
+    chosen, left_out = encodable(asked.chosen, PromptEncoder(target))
+    return asked._replace(chosen=chosen, notes=[*asked.notes, *left_out])

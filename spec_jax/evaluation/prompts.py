@@ -172,14 +172,13 @@ def fitting(batches: Sequence[int], num_prompts: int) -> tuple[tuple[int, ...], 
 
 
 def encodable(
-    questions: Sequence[Question], encode: PromptEncoder, notes: list[str]
-) -> list[Question]:
-    """Returns the questions that can be encoded, such as those that the chat template takes.
+    questions: Sequence[Question], encode: PromptEncoder
+) -> tuple[list[Question], list[str]]:
+    """Returns the questions that the chat template takes, and a sentence on each of the others.
 
     Args:
       questions: The questions.
       encode: Encodes the first turn of one.
-      notes: Gets a sentence on each that is left out.
 
     Raises:
       ConfigError: None of several can be encoded, or the only one cannot.
@@ -195,8 +194,7 @@ def encodable(
             kept.append(question)
     if refused and not kept:
         raise ConfigError("; ".join(refused))
-    notes += [f"left out: {message}" for message in refused]
-    return kept
+    return kept, [f"left out: {message}" for message in refused]
 
 
 def cut_note(num_cut: int, ids: Sequence[Sequence[int]]) -> list[str]:

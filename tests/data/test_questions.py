@@ -116,13 +116,12 @@ def test_conversations_that_the_chat_template_refuses_are_left_out(tmp_path):
     count, pairs, notes = prompts_of(config, types.SimpleNamespace(target=target))
     assert count == 3 and [index for index, _ in pairs] == [0, 2], "of those that stay"
     assert len(notes) == 1 and f"left out: {path}:2: " in notes[0] and "no system" in notes[0]
-    notes = []
-    kept = encodable(questions.load(path, 3).chosen, PromptEncoder(target), notes)
+    kept, notes = encodable(questions.load(path, 3).chosen, PromptEncoder(target))
     assert [question.plain_text() for question in kept] == ["a", "c"]
     assert len(notes) == 1 and "no system" in notes[0]
     assert notes[0].startswith("left out: question talks.jsonl:2: ")
     with pytest.raises(ConfigError, match="talks.jsonl:2: .*no system"):
-        encodable(questions.load(path, 3).chosen[1:2], PromptEncoder(target), notes)
+        encodable(questions.load(path, 3).chosen[1:2], PromptEncoder(target))
 
 
 VARIABLES = [  # of a template, the prompts, and what is wrong with them
