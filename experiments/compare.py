@@ -19,6 +19,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.run import cli, config_help, report
 from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell
@@ -106,25 +108,18 @@ def compare(before: str, after: str, workdir: str | None = None) -> dict[str, An
     skipped = [
         f"nothing is compared: {k} is {a} in A and {b} in B" for k, (a, b) in differs.items()
     ]
-    changes = {
-        key: {n: (x, figures(cells[1][key])[n]) for n, x in figures(entry).items()}
-        for key, entry in cells[0].items()
-        if key in cells[1] and not differs
-    }
     skipped += not_compared(*cells)
     header = ["method", "T", "figure", "A", "B", "B less A"]
-    rows = [
-        [
-            cell.name,
-            f"{cell.temperature:g}",
-            name,
-            f"{a.value:.2f}",
-            f"{b.value:.2f}",
-            _text(change(a, b)),
-        ]
-        for (cell, _), pairs in changes.items()
-        for name, (a, b) in pairs.items()
-    ]
+    rows = []
+    changes = {}
+    for key in (key for key in cells[0] if key in cells[1] and not differs):
+        a, b = (figures(one[key]) for one in cells)
+        changes[key] = {name: change(a[name], b[name]) for name in a}
+        start = [key[0].name, f"{key[0].temperature:g}"]
+        for name, found in changes[key].items():
+            mark = " *" if found.low > 0 or found.high < 0 else ""
+            values = [f"{x[name].value:.2f}" for x in (a, b)]
+            rows.append([*start, name, *values, f"{found:+.2f}{mark}"])
     terms = {"A": before, "B": after, "B less A": "with its 95 % interval; * = excludes 0"}
     sections = [
         Section("What changed", (), Table(header, rows, ("T", "A", "B"), "method"), terms),
@@ -135,29 +130,21 @@ def compare(before: str, after: str, workdir: str | None = None) -> dict[str, An
         size = (9, 1.2 + 0.32 * len(changes))
         with panels(folder / "changes.png", 2, size, sharey=True) as axes:
             for axis, name in zip(axes, ("speedup", "tau")):
-                for place, pairs in enumerate(changes.values()):
-                    value, low, high = change(*pairs[name])
-                    bar = [[x if x > 0 else 0.0] for x in (value - low, high - value)]
-                    axis.errorbar([value], [place], xerr=bar, fmt="o", capsize=3, color="C0")
+                value, low, high = np.asarray([found[name] for found in changes.values()]).T
+                bars = np.nan_to_num(np.maximum([value - low, high - value], 0))
+                axis.errorbar(value, range(len(value)), xerr=bars, fmt="o", capsize=3)
                 axis.axvline(0, color="0.45", linewidth=1)
                 axis.set_xlabel(f"change of {name} (bars: 95 %)")
             axes[0].set_yticks(range(len(changes)), [cell.label for cell, _ in changes])
             axes[0].invert_yaxis()
     rep |= {
         "not_compared": skipped,
-        "changes": [
-            {**c._asdict(), "batch": b, **{n: change(*pair) for n, pair in pairs.items()}}
-            for (c, b), pairs in changes.items()
-        ],
+        "changes": [{**c._asdict(), "batch": b, **found} for (c, b), found in changes.items()],
     }
     report.finish(folder, rep, "Two evaluations beside each other", sections)
     report.show([s for s in sections if s.text or s.table and s.table.rows])
     print(f"\n{folder / 'report.md'}")
     return rep
-
-
-def _text(found: Interval) -> str:
-    return f"{found:+.2f}{' *' if found.low > 0 or found.high < 0 else ''}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
