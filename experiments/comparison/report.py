@@ -64,7 +64,7 @@ def start(setup: Setup) -> dict[str, Any]:
 def describe_costs(costs: Costs) -> list[str]:
     """Returns sentences on what passes cost: of the target, of later drafts, of a round's first."""
 
-    unsure = costs.insignificant or {}
+    unsure = costs.insignificant
 
     def said(name, ms, k, of=""):
         mark = " (not significant)" if int(k) in unsure.get(name, ()) else ""
@@ -72,7 +72,7 @@ def describe_costs(costs: Costs) -> list[str]:
 
     first = []
     whole = []  # of drafters whose passes are timed together
-    for name, times in (costs.first_ms or {}).items():
+    for name, times in costs.first_ms.items():
         texts = [said(name, ms, k, f" at K = {k}") for k, ms in times.items()]
         (first if name in costs.draft_ms else whole).extend(texts)
     verify = costs.verify_ms.items()

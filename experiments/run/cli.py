@@ -305,16 +305,11 @@ def make_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be made: {error}") from error
-    holder = _holder(folder)
-    if holder not in (None, experiment):
+    path = folder / "environment.json"
+    holder = read_saved(path).get("experiment") if path.exists() else experiment
+    if holder != experiment:
         raise ConfigError(f"{folder} holds a run of experiments.{holder}; name another --workdir")
     return folder
-
-
-def _holder(folder: pathlib.Path) -> str | None:
-    """The experiment that has begun a run in a folder; None if none has, or it did not say."""
-    path = folder / "environment.json"
-    return read_saved(path).get("experiment") if path.exists() else None
 
 
 def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:
@@ -334,6 +329,6 @@ def open_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib
         return folder
     if (folder / "report.json").exists():
         raise ConfigError(f"{folder} holds the report of another run; name another --workdir")
-    if (folder / "config.json").exists() and _holder(folder) != experiment:
+    if (folder / "config.json").exists() and not (folder / "environment.json").exists():
         raise ConfigError(f"{folder} holds the config.json of another run; name another --workdir")
     return folder

@@ -112,8 +112,8 @@ class Costs(NamedTuple):
     verify_ms: dict[int, float]
     slots: int
     batch: int
-    first_ms: dict[str, dict[int, float]] | None = None
-    insignificant: dict[str, list[int]] | None = None
+    first_ms: dict[str, dict[int, float]] = {}
+    insignificant: dict[str, list[int]] = {}
 
     @classmethod
     def of_models(
@@ -189,7 +189,7 @@ class Costs(NamedTuple):
 
         Of a method whose passes are timed together, it is that of all of them.
         """
-        marked = (self.insignificant or {}).get(method, ())
+        marked = self.insignificant.get(method, ())
         return 0 not in marked if method in self.draft_ms else not marked
 
     def draft_cost(self, method: str, num_draft: int = 0) -> float:
@@ -202,7 +202,7 @@ class Costs(NamedTuple):
         """
         if method in copying_methods():
             return 0.0
-        first_ms = (self.first_ms or {}).get(method)
+        first_ms = self.first_ms.get(method)
         pass_ms = self.draft_ms.get(method, 0.0 if first_ms else float("nan"))
         if num_draft and first_ms:
             pass_ms += (_between(first_ms, num_draft) - pass_ms) / num_draft

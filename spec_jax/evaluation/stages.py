@@ -133,24 +133,13 @@ def _spans(planes: Iterable[Any], names: frozenset[str]) -> list[OperationRun]:
     ]
 
 
-class Moment(NamedTuple):
-    """A stretch of time in which nothing begins and nothing ends.
+def moments(spans: Sequence[OperationRun]) -> Iterator[tuple[float, float, tuple[int, ...], int]]:
+    """Yields the moments in which nothing begins and nothing ends, from first to last operation.
 
-    Attributes:
-      begin_ns: When it begins.
-      end_ns: When it ends.
-      running: The indices of the operations that run; none where all wait.
-      next: That of the operation that begins or ends next.
+    Returns:
+      Begin and end in nanoseconds; the indices of the operations that run, none where all wait; and
+      the index of the operation that begins or ends next.
     """
-
-    begin_ns: float
-    end_ns: float
-    running: tuple[int, ...]
-    next: int
-
-
-def moments(spans: Sequence[OperationRun]) -> Iterator[Moment]:
-    """Yields the moments from the first operation's begin to the last one's end."""
     marks = [(span.begin_ns, 0, i) for i, span in enumerate(spans)]
     marks += [(span.end_ns, 1, i) for i, span in enumerate(spans)]
     marks.sort()
@@ -161,7 +150,7 @@ def moments(spans: Sequence[OperationRun]) -> Iterator[Moment]:
         else:
             running[i] = None
         if end > begin:
-            yield Moment(begin, end, tuple(running), following)
+            yield begin, end, tuple(running), following
 
 
 def add_up(spans: Sequence[OperationRun], stages: Mapping[str, Stage]) -> list[StageTotal]:
