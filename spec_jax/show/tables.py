@@ -7,7 +7,7 @@ import math
 import shutil
 import textwrap
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tabulate
@@ -16,30 +16,6 @@ tabulate.MIN_PADDING = 0  # titles are as narrow as their cells
 _WIDEST = 100  # characters of a line of text on the screen
 _NAMES = ("method", "K", "T", "category")  # columns that name a row
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
-
-
-def table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    *,
-    numbers: Collection[str] = (),
-    is_markdown: bool = False,
-) -> str:
-    """Formats rows of text as a table with aligned columns.
-
-    Args:
-      header: The titles of the columns.
-      rows: The cells, already formatted.
-      numbers: Titles of the columns that are aligned at the right.
-      is_markdown: Whether to write Markdown instead of plain text.
-    """
-    align = ["right" if title in numbers else "left" for title in header]
-    style = "pipe" if is_markdown else "simple"
-    rows = [list(map(str, row)) for row in rows]
-    if is_markdown:  # or a category's name would begin another column
-        header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in (header, *rows))
-    text = tabulate.tabulate(rows, header, style, colalign=align, disable_numparse=True)
-    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 class Entry(NamedTuple):
@@ -98,9 +74,9 @@ class Table(NamedTuple):
             if rows and value != before and not is_markdown:
                 rows.append([""] * len(kept))
             before = value
-            rows.append([row[i] for i in kept])
+            rows.append([str(row[i]) for i in kept])
         header = [self.header[i] for i in kept]
-        sizes = [2 + max(len(str(x)) for x in column) for column in zip(header, *rows)]
+        sizes = [2 + max(map(len, column)) for column in zip(header, *rows)]
         names = [i for i, name in enumerate(header) if not i or name in _NAMES]
         parts = [names]
         for i in (i for i in range(len(header)) if i not in names):
@@ -109,15 +85,21 @@ class Table(NamedTuple):
             parts[-1] = [*parts[-1], i]
         if len(parts) == 1:
             parts = [range(len(header))]
-        return "\n\n".join(
-            table(
-                [header[i] for i in part],
-                [[row[i] for i in part] for row in rows],
-                numbers=self.numbers,
-                is_markdown=is_markdown,
+        texts = []
+        for part in parts:
+            cells = [[row[i] for i in part] for row in (header, *rows)]
+            if is_markdown:  # or a category's name would begin another column
+                cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+            align = ["right" if header[i] in self.numbers else "left" for i in part]
+            text = tabulate.tabulate(
+                cells[1:],
+                cells[0],
+                "pipe" if is_markdown else "simple",
+                colalign=align,
+                disable_numparse=True,
             )
-            for part in parts
-        )
+            texts.append("\n".join(line.rstrip() for line in text.splitlines()))
+        return "\n\n".join(texts)
 
 
 class Section(NamedTuple):
