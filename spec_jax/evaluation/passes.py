@@ -139,34 +139,28 @@ def head_step(head: Head, params: Params, slots: int, batch: int) -> TimedPass:
 
 
 def refresh_step(
-    drafter: Drafter,
-    target: Model,
-    params: Params,
-    width: int,
-    slots: int,
-    batch: int = 1,
-    head: Head | None = None,
+    head: Head, target: Model, params: Params, width: int, slots: int, batch: int
 ) -> TimedPass:
-    """Returns the refresh of a head after a verify pass, of which it keeps no pair.
+    """Returns the refresh of a head after a verify pass, and the first draft that it predicts.
+
+    Of the pairs that it reads it keeps none.
 
     Args:
-      drafter: The drafter of the head.
+      head: The functions of the head.
       target: The target's functions, with any taps.
       params: ``{"head": ..., "target": ...}``.
       width: Pairs per row that the head reads.
       slots: The slots of the cache.
       batch: B, rows.
-      head: The functions of the head, to score the first draft too, which the last pair predicts.
     """
+    drafter = head_drafter(head)
 
     def run(params, token, carry):
         state, tokens, features, n = carry
         # The features depend on the state before, so they are joined again each time.
         now = features + (1e-9 * state.last.mean()).astype(features.dtype)
         state = drafter.commit(params, state, tokens.at[:, 0].set(token), n, now, None)
-        if head is not None:
-            token = argmax(head.unembed(params, state.last))
-        return token, (state, tokens, features, n)
+        return argmax(head.unembed(params, state.last)), (state, tokens, features, n)
 
     with use_mesh(mesh_of(params)):
         state = drafter.init(params, batch, slots)
@@ -272,10 +266,8 @@ def _draft_steps(target, draft, params, num_draft, slots, batch):
         step = functools.partial(model_step, draft.model, params, slots=slots, batch=batch)
         return step(width=first.width, scored=first.scored), step(width=1, scored=1)
     head = head_of(draft, target.model)
-    refresh = refresh_step(
-        head_drafter(head), target.model, params, num_draft + 1, slots, batch, head
-    )
-    return refresh, head_step(head, params, slots, batch)
+    first = refresh_step(head, target.model, params, num_draft + 1, slots, batch)
+    return first, head_step(head, params, slots, batch)
 
 
 def can_split(draft: LoadedModel | LoadedHead, target: LoadedModel) -> bool:
