@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import pathlib
@@ -70,16 +69,13 @@ def run(
         print(f"{evaluation.num_saved} answers are there; the run goes on", flush=True)
     stages = evaluation.run(show_live if setup.config.has_stream else None)
     rep["notes"] += evaluation.notes
-    results = []
     costs = evaluation.costs
     with Notice("examining the outputs", is_line=True):
-        for stage in stages:
-            results += _results(setup, stage, costs)
+        results = [r for stage in stages for r in _results(setup, stage, costs)]
     profiles: dict[str, profile.RoundProfile] = {}
     if has_profile:
         for stage in stages:
-            cells = stage.cells
-            profiles |= profile.profile_cells(stage.bench, cells, folder / "profile")
+            profiles |= profile.profile_cells(stage.bench, stage.cells, folder / "profile")
         rep["profile"] = {label: x.to_dict() for label, x in profiles.items()}
     if setup.config.has_audit:
         rep["audit"] = reports.audit_summary(results)
@@ -157,22 +153,21 @@ def _results(
     )
     if not config.has_teacher_forced or batch != config.batches[0]:
         return results
-    forced = []
-    for cell_run, result in zip(stage.runs, results):
+    for i, cell_run in enumerate(stage.runs):
         cell = cell_run.cell
-        target, drafts = stage.bench.models(cell_run.cell.dtype)
+        target, drafts = stage.bench.models(cell.dtype)
         draft = drafts.get(cell.method)
-        is_head = teacher_forced.has_drafts(target, draft)
-        if is_head and not cell.tree and cell.is_greedy and cell.rule == "greedy":
-            prompts = [stage.bench.prompts[i] for i in cell_run.rows]
+        is_chain = cell.is_greedy and cell.rule == "greedy" and not cell.tree
+        if is_chain and teacher_forced.has_drafts(target, draft):
+            rows = cell_run.rows
+            prompts = [stage.bench.prompts[prompt] for prompt in rows]
             reached, accepted = teacher_forced.unrolled(
-                target, draft, prompts, [*cell_run.rows.values()], num_draft=cell.k
+                target, draft, prompts, [*rows.values()], num_draft=cell.k
             )
             with np.errstate(invalid="ignore"):
                 rates = tuple((accepted / reached).tolist())
-            result = dataclasses.replace(result, teacher_forced=rates)
-        forced.append(result)
-    return forced
+            results[i] = dataclasses.replace(results[i], teacher_forced=rates)
+    return results
 
 
 def categories(asked: Sequence[Question]) -> dict[str, tuple[str, list[int]]]:
@@ -182,14 +177,11 @@ def categories(asked: Sequence[Question]) -> dict[str, tuple[str, list[int]]]:
     """
     if len({question.category for question in asked}) < 2:
         return {}
-    first = {}
-    for i, question in enumerate(asked):
-        first.setdefault(question.group, i)
-    order = sorted(range(len(asked)), key=lambda i: first[asked[i].group])
     parts: dict[str, tuple[str, list[int]]] = {}
-    for group, members in itertools.groupby(order, lambda i: asked[i].group):
-        parts[group] = group, [*members]
-        for i in parts[group][1]:
+    for group in dict.fromkeys(question.group for question in asked):
+        members = [i for i, question in enumerate(asked) if question.group == group]
+        parts[group] = group, members
+        for i in members:
             if asked[i].category != group:
                 parts.setdefault(asked[i].category, (group, []))[1].append(i)
     return parts
