@@ -58,18 +58,13 @@ def short_repr(*always: str) -> Callable[[Any], str]:
     """
 
     def __repr__(self) -> str:
-        shown = [
-            f"{field.name}={cut(repr(getattr(self, field.name)), _MAX_VALUE)}"
-            for field in dataclasses.fields(self)
-            if field.repr and (field.name in always or not _is_default(self, field))
-        ]
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            has_factory = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if has_factory else field.default
+            if field.repr and (field.name in always or value != default):
+                shown.append(f"{field.name}={cut(repr(value), _MAX_VALUE)}")
         return cut(f"{type(self).__name__}({', '.join(shown)}", MAX_CHARS - 1) + ")"
 
     return __repr__
-
-
-def _is_default(record: Any, field: dataclasses.Field) -> bool:
-    default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    return getattr(record, field.name) == default
