@@ -99,10 +99,11 @@ def run(
         for file, draw in drawings.items():
             draw(folder / file)
         if processes.is_writer():  # the page reads the plots, which one process is writing
-            from experiments.comparison.page import answers, page  # need jinja2, slow to import
+            from experiments.comparison.page import page  # needs jinja2, slow to import
 
-            shown = answers.read(folder / session.ANSWERS)
-            page.write_page(folder / "report.html", rep, results, sections, shown)
+            with open(folder / session.ANSWERS, encoding="utf-8") as file:
+                answers = map(json.loads, file)
+                page.write_page(folder / "report.html", rep, results, sections, answers)
     report.show([s for s in (*sections, conclusions) if s.is_brief or not is_short])
     print(f"\n{folder / 'report.md'}: the whole report, after {rep['elapsed_s']:.0f} s")
     return rep

@@ -13,9 +13,8 @@ import copy
 import itertools
 import json
 import math
-import pathlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spec_jax.evaluation.cells import Cell
@@ -53,13 +52,6 @@ def select(answers: Iterable[Mapping[str, Any]], budget: int = BUDGET_BYTES) -> 
         if not packed.add(units, budget) and not packed.size:
             packed.add(units[:1], math.inf)
     return packed.values(total)
-
-
-def read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of answers.jsonl; none if there is no such file."""
-    if path.exists():
-        with open(path, encoding="utf-8") as file:
-            yield from map(json.loads, file)
 
 
 def _candidates(
