@@ -24,7 +24,7 @@ from experiments.benchmarks.table import Line, Result, listed
 from experiments.benchmarks.worker_lines import RefusedError, Worker, WorkerError
 from experiments.run import cli
 from spec_jax.data import questions, sources
-from spec_jax.evaluation.prompts import cut_note, fit
+from spec_jax.evaluation.prompts import fit
 from spec_jax.evaluation.timing import measure_all
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.models.checkpoint import save_pretrained
@@ -182,7 +182,10 @@ def load_prompts(config: ConfigDict, target: LoadedModel) -> tuple[list[list[int
         return ids.tolist(), []
     found, _, notes = questions.load(config.data, config.num_prompts)
     ids, num_cut = fit(found, target, config.new_tokens, config.max_prompt_tokens)
-    return ids, [*notes, *cut_note(num_cut, ids)]
+    if num_cut:
+        last = f"their last {max(map(len, ids))} tokens are used"
+        notes = [*notes, f"{num_cut} of {len(ids)} prompts were too long: {last}"]
+    return ids, [*notes]
 
 
 def measure(config: ConfigDict, records: Mapping[str, dict]) -> Result:

@@ -197,14 +197,6 @@ def encodable(
     return kept, [f"left out: {message}" for message in refused]
 
 
-def cut_note(num_cut: int, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Returns a sentence on the prompts that ``fit`` has cut, if there are any."""
-    if not num_cut:
-        return []
-    longest = max(map(len, ids))
-    return [f"{num_cut} of {len(ids)} prompts were too long: their last {longest} tokens are used"]
-
-
 def cut(prompt: list[int], room: int, begin: int | None) -> list[int]:
     """Removes the beginning of a prompt that is too long.
 

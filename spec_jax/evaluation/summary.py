@@ -94,17 +94,12 @@ def largest(results: Sequence[CellResult], least: float = 1.2) -> float:
     return max(x for x in ends if math.isfinite(x))
 
 
-def rates_text(result: CellResult) -> str:
-    """Formats the acceptance by position, without zeros before the point."""
-    rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
-    return " ".join(rates) or "–"
-
-
 def _row(result: CellResult, is_best: bool, end: float) -> dict[str, str | Entry]:
     cell = result.cell
     look = {True: "good", False: "bad", None: ""}[result.is_identical]
     if not result.is_lossless or look == "bad" and result.has_near_ties_alone:
         look = "warn"
+    rates = (number(x.value).replace("0.", ".", 1) for x in result.acceptance)
     row = {
         "method": f"{cell.title} {cell.tree}" if cell.tree else cell.title,
         "K": str(cell.k),
@@ -112,7 +107,7 @@ def _row(result: CellResult, is_best: bool, end: float) -> dict[str, str | Entry
         "batch": str(result.batch),
         "rule": cell.rule,
         "tau": number(result.tau.value),
-        "accepted at 1, 2, 3 …": rates_text(result),
+        "accepted at 1, 2, 3 …": " ".join(rates) or "–",
         "tok/s": number(result.tokens_per_s, ".0f"),
         "plain tok/s": number(result.plain_tokens_per_s, ".0f"),
         "speed-up": Entry(number(result.speedup.value, ".2f", "x"), "strong"),
