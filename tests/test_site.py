@@ -100,13 +100,6 @@ def test_links_in_code_stay():
     assert list(links.found(text, "docs/x.md")) == []
 
 
-def test_columns_of_figures_are_at_the_right():
-    table = "| name | K | speed-up | note |\n|---|---|---|---|\n"
-    table += "| `a` | 3 | 1.24 (1.05–1.44) | yes |\n| b \\| c | | **0.9x** | 2 of 3 |\n"
-    lines = markup.right_aligned(f"Text.\n\n{table}\nText.").splitlines()
-    assert lines[3] == "|---|---:|---:|---|" and lines[4:6] == table.splitlines()[2:]
-
-
 def test_search_reads_no_source_code_and_plots_have_a_text():
     page = '<h2 id="a">Speed<a>¶</a></h2><img alt="No description has been provided"><img alt="x">'
     assert markup.described(page).count('alt="plot: Speed"') == 1

@@ -13,8 +13,6 @@ import spec_jax
 _FORMULA = re.compile(
     r'<(span|div) class="arithmatex">(?:\\\((.*?)\\\)|\\\[(.*?)\\\])</\1>', re.DOTALL
 )
-# A number with its unit, its interval and a note; or nothing.
-_FIGURE = re.compile(r"–?|[<>~±+−-]?\d[\d.,]*(?: ?(?:x|%|[a-zA-Z]{1,3}))?(?: ?[(–/].*)?")
 _MATHJAX = re.compile(r"<script data-mkdocs-jupyter-mathjax.*?</script>\n?", re.DOTALL)
 # Headings, links and blocks of code stay as they are.
 _NAME = re.compile(r"(<(a|h[1-6]|pre)\b.*?</\2>)|<code>([A-Za-z_][\w.]*)(\(\))?</code>", re.DOTALL)
@@ -29,29 +27,6 @@ def plain_pipes(text: str) -> str:
     code = lambda match: match[0].replace(r"\|", "|")
     row = lambda match: re.sub(r"`[^`\n]+`", code, match[0])
     return re.sub(r"^ *\|.*$", row, text, flags=re.MULTILINE)
-
-
-def right_aligned(text: str) -> str:
-    """Returns markdown whose tables have columns of figures at the right.
-
-    Args:
-      text: Markdown.
-    """
-
-    def align(match: re.Match) -> str:
-        head, line, body = match.groups()
-        rows = [re.split(r"(?<!\\)\|", row)[1:-1] for row in body.splitlines()]
-        dashes = line.strip().strip("|").split("|")
-        for i, column in enumerate(zip(*rows) if len({*map(len, rows)}) == 1 else ()):
-            cells = [cell.strip(" *`") for cell in column]
-            is_figures = all(map(_FIGURE.fullmatch, cells)) and any(cells)
-            if is_figures and i < len(dashes) and set(dashes[i].strip()) == {"-"}:
-                dashes[i] = "---:"
-        return f"{head}|{'|'.join(dashes)}|\n{body}"
-
-    return re.sub(
-        r"^( *\|.*\n)( *\|[-:| ]+\|\n)((?: *\|.*(?:\n|$))+)", align, text, flags=re.MULTILINE
-    )
 
 
 def formulas(page: str) -> str:

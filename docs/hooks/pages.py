@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     own = links.rewrite(markdown, _origins.get(uri, f"docs/{uri}"), uri, _is_file)
     first = links.rewrite(readme()[0].replace("\n\n", _PICTURE, 1), "README.md", uri, _is_file)
-    return markup.plain_pipes(markup.right_aligned(own.replace(_FIRST_SCREEN, first)))
+    return markup.plain_pipes(own.replace(_FIRST_SCREEN, first))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
