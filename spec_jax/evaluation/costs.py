@@ -150,8 +150,8 @@ class Costs(NamedTuple):
           batch: B, rows.
         """
         verify_ms = {}
-        first = {}
-        later = {}
+        first: dict[str, dict[int, np.ndarray]] = {}
+        later: dict[str, np.ndarray] = {}
         for loop in sorted(times):
             method, k, num_passes = loop
             if not num_passes:
@@ -166,14 +166,11 @@ class Costs(NamedTuple):
             later[method] = (times[loop] - times[TimedLoop(method, k, 1)]) / (num_passes - 1)
             if not (_is_significant(of_first[k]) and _is_significant(later[method])):
                 of_first[k] = later[method] = added / num_passes
-
-        def marked(added):
-            return [k for k, ms in added.items() if not _is_significant(ms)]
-
-        def rest(method):
-            return {0: later[method]} if method in later else {}
-
-        insignificant = {method: marked({**rest(method), **first[method]}) for method in first}
+        insignificant = {}
+        for method, of_first in first.items():
+            every = {0: later[method], **of_first} if method in later else of_first
+            if ks := [k for k, added in every.items() if not _is_significant(added)]:
+                insignificant[method] = ks
         return cls(
             verify_ms[1],
             {method: _cost(ms) for method, ms in later.items()},
@@ -181,7 +178,7 @@ class Costs(NamedTuple):
             slots,
             batch,
             {method: {k: _cost(ms) for k, ms in of_k.items()} for method, of_k in first.items()},
-            {method: ks for method, ks in insignificant.items() if ks},
+            insignificant,
         )
 
     def is_significant(self, method: str) -> bool:
