@@ -46,7 +46,7 @@ def run(
     draft_ms: float,
     verify_ms: float,
     k: int,
-    num_tokens: int,
+    tokens: int,
     draft_mesh: str = "",
     target_mesh: str = "",
 ) -> dict:
@@ -57,16 +57,16 @@ def run(
       draft_ms: Milliseconds of one drafted token.
       verify_ms: Milliseconds of a verify pass.
       k: Drafted tokens per tick.
-      num_tokens: Tokens that each of the two loops decodes.
+      tokens: Tokens that each of the two loops decodes.
       draft_mesh: The draft's devices, such as "tensor:2"; empty means one device.
       target_mesh: The target's devices, likewise.
 
     Raises:
       ConfigError: A cost is not positive, there is no such mesh, or jax sees too few devices.
     """
-    if min(draft_ms, verify_ms) <= 0 or min(k, num_tokens) < 1:
+    if min(draft_ms, verify_ms) <= 0 or min(k, tokens) < 1:
         raise ConfigError(
-            f"draft_ms {draft_ms:g}, verify_ms {verify_ms:g}, k {k}, num_tokens {num_tokens}: "
+            f"draft_ms {draft_ms:g}, verify_ms {verify_ms:g}, k {k}, tokens {tokens}: "
             "expected costs above 0, and one token at least"
         )
     devices = make_sides(draft_mesh, target_mesh)
@@ -74,8 +74,8 @@ def run(
     system = decoding.System(
         slow_model(toy, verify_ms / 1e3), standalone(slow_model(toy, draft_ms / 1e3)), GREEDY, k
     )
-    overlapped = _ticks_ms(Overlap(devices), system, num_tokens)
-    usual = _ticks_ms(decoding, system, num_tokens)
+    overlapped = _ticks_ms(Overlap(devices), system, tokens)
+    usual = _ticks_ms(decoding, system, tokens)
     both = k * draft_ms + verify_ms
     longer = max(k * draft_ms, verify_ms)
     record = {
@@ -91,19 +91,10 @@ def run(
         "draft_devices": num_devices(draft_mesh),
         "target_devices": num_devices(target_mesh),
     }
+    config = {"draft_ms": draft_ms, "verify_ms": verify_ms, "k": k, "tokens": tokens}
+    config |= {"draft_mesh": draft_mesh, "target_mesh": target_mesh}
     folder = cli.open_workdir("overlap", workdir)
-    head = report.begin(
-        "overlap",
-        folder,
-        {
-            "draft_ms": draft_ms,
-            "verify_ms": verify_ms,
-            "k": k,
-            "tokens": num_tokens,
-            "draft_mesh": draft_mesh,
-            "target_mesh": target_mesh,
-        },
-    )
+    head = report.begin("overlap", folder, config)
     shown = Section(
         "Drafting beside verification",
         table=Table(("measured", "value"), [(name, f"{x:.3g}") for name, x in record.items()]),
@@ -148,35 +139,26 @@ def _ticks_ms(loop: ModuleType | Overlap, system: decoding.System, num_tokens: i
     state, chunk = loop.generate(params, state, go_on, jnp.int32(2**30), system=system)
     rounds = int(chunk.rounds)
     if rounds == 0:
-        raise ConfigError(f"num_tokens is {num_tokens}: all of them came in the first round")
+        raise ConfigError(f"tokens is {num_tokens}: all of them came in the first round")
     return (time.perf_counter() - begin) * 1e3 / rounds
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
-    number = num_devices(_DRAFT_MESH.value) + num_devices(_TARGET_MESH.value)
+    values = {flag.name: flag.value for flag in _FLAGS}
+    number = num_devices(values["draft_mesh"]) + num_devices(values["target_mesh"])
     jax.config.update("jax_num_cpu_devices", number)
-    run(
-        _WORKDIR.value,
-        _DRAFT_MS.value,
-        _VERIFY_MS.value,
-        _K.value,
-        _TOKENS.value,
-        _DRAFT_MESH.value,
-        _TARGET_MESH.value,
-    )
+    run(**values)
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string(
-        "workdir", None, "Folder of this run; by default runs/overlap/TIME."
+    _FLAGS = (
+        flags.DEFINE_string("workdir", None, "Folder of this run; by default runs/overlap/TIME."),
+        flags.DEFINE_float("draft_ms", 20.0, "Milliseconds of one drafted token."),
+        flags.DEFINE_float("verify_ms", 100.0, "Milliseconds of a verify pass."),
+        flags.DEFINE_integer("k", 4, "Drafted tokens per tick."),
+        flags.DEFINE_integer("tokens", 80, "Tokens to decode, by each of the two loops."),
+        flags.DEFINE_string("draft_mesh", "", "The draft's devices, such as tensor:2; empty: one."),
+        flags.DEFINE_string("target_mesh", "", "The target's devices, likewise."),
     )
-    _DRAFT_MS = flags.DEFINE_float("draft_ms", 20.0, "Milliseconds of one drafted token.")
-    _VERIFY_MS = flags.DEFINE_float("verify_ms", 100.0, "Milliseconds of a verify pass.")
-    _K = flags.DEFINE_integer("k", 4, "Drafted tokens per tick.")
-    _TOKENS = flags.DEFINE_integer("tokens", 80, "Tokens to decode, by each of the two loops.")
-    _DRAFT_MESH = flags.DEFINE_string(
-        "draft_mesh", "", "The draft's devices, such as tensor:2; empty: one."
-    )
-    _TARGET_MESH = flags.DEFINE_string("target_mesh", "", "The target's devices, likewise.")
     cli.run(main)

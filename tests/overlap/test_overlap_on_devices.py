@@ -192,5 +192,5 @@ def test_draft_and_verify_of_a_tick_run_at_the_same_time(loop, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_the_experiment_measures_ticks(tmp_path):
-    record = experiment.run(tmp_path, draft_ms=20, verify_ms=40, k=2, num_tokens=6)
+    record = experiment.run(tmp_path, draft_ms=20, verify_ms=40, k=2, tokens=6)
     assert check_run_files(tmp_path, "overlap")["tick_ms"] == record["tick_ms"]
