@@ -10,10 +10,10 @@ A line of answers.jsonl is what one cell made of one question: ``cell``, ``metho
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +43,7 @@ def select(answers: Iterable[Mapping[str, Any]], budget: int = BUDGET_BYTES) -> 
       "prompts" and "texts", which turns refer to by number, "units", and "total", the number of
       questions there were.
     """
-    found, total = _candidates(line for line in answers if line.get("turns"))
+    found, total = _candidates(line for line in answers if line["turns"])
     if not found:
         return None
     packed = _Packed()
@@ -60,18 +60,17 @@ def _candidates(
     """Lines by question and cell, of some questions of each category, and how many there are."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
     questions: set[str] = set()
-    of_category: dict[str, int] = {}
+    of_category: Counter[str] = Counter()
     for line in lines:
-        question = str(line["question"])
-        category = str(line.get("category") or "")
+        question = line["question"]
         questions.add(question)
         if question not in found:
-            if of_category.get(category, 0) >= _CANDIDATES and not _has_probs(line):
+            if of_category[line["category"]] >= _CANDIDATES and not _has_probs(line):
                 continue
-            of_category[category] = of_category.get(category, 0) + 1
+            of_category[line["category"]] += 1
         cells = found.setdefault(question, {})
         before = cells.get(line["cell"])
-        if before is None or before.get("batch", 1) >= line.get("batch", 1):
+        if before is None or before["batch"] >= line["batch"]:
             cells[line["cell"]] = line
     return found, len(questions)
 
@@ -82,7 +81,7 @@ def _in_turn(found: Mapping[str, Mapping[str, Mapping]]) -> list[str]:
     has_probs = {q: any(map(_has_probs, units.values())) for q, units in found.items()}
     for question in sorted(found, key=lambda q: not has_probs[q]):
         line = next(iter(found[question].values()))
-        by_category.setdefault(str(line.get("category") or ""), []).append(question)
+        by_category.setdefault(line["category"], []).append(question)
     longest = max(map(len, by_category.values()))
     turns = [q[i] for i in range(longest) for q in by_category.values() if i < len(q)]
     return sorted(turns, key=lambda q: not has_probs[q])
@@ -123,9 +122,9 @@ class _Packed:
             "label": Cell(*(line.get(name) for name in Cell._fields)).name,
             "temperature": line["temperature"],
             "k": line["k"],
-            "batch": line.get("batch", 1),
+            "batch": line["batch"],
         }
-        question = {"id": str(line["question"]), "category": str(line.get("category") or "")}
+        question = {"id": line["question"], "category": line["category"]}
         unit = {
             "cell": self._number("cells", cell),
             "question": self._number("questions", question),
@@ -134,39 +133,25 @@ class _Packed:
         self._number("units", unit)
 
     def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = turn["kinds"][:MAX_TOKENS]
-        pieces = turn["pieces"][:MAX_TOKENS]
-        n = min(len(kinds), len(pieces))
-
-        def part(name):
-            return list(turn.get(name) or ())[:n]
-
-        text = {"ids": part("tokens"), "pieces": [_cut(p or "", _MAX_PIECE) for p in pieces[:n]]}
-        if any(p is not None for p in part("probs")):
-            text["probs"] = [_rounded(p) for p in part("probs")]
+        shown = {name: x[:MAX_TOKENS] for name, x in turn.items() if isinstance(x, list)}
+        text = {"ids": shown["tokens"], "pieces": [_cut(p, _MAX_PIECE) for p in shown["pieces"]]}
+        if turn["probs"]:
+            text["probs"] = [round(p, 4) for p in shown["probs"]]
             text["alternatives"] = [
-                [[_cut(str(piece), 40), _rounded(p)] for piece, p in found or ()]
-                for found in part("alternatives")
+                [[_cut(piece, 40), round(p, 4)] for piece, p in likeliest]
+                for likeliest in shown["alternatives"]
             ]
-        rejected = {
-            i: _cut(str(draft), _MAX_PIECE)
-            for i, draft in enumerate(part("rejected"))
-            if draft is not None
-        }
-        prompt = {
-            "text": _cut(turn.get("prompt") or "", _MAX_PROMPT),
-            "tokens": turn.get("prompt_tokens"),
-        }
-        times = [t for t in turn.get("decode_s") or () if t is not None]
+        drafts = enumerate(shown["rejected"])
+        prompt = {"text": _cut(turn["prompt"], _MAX_PROMPT), "tokens": turn["prompt_tokens"]}
         return {
             "prompt": self._number("prompts", prompt),
             "text": self._number("texts", text),
-            "kinds": _letters(kinds[:n], part("offered")),
-            "offered": part("offered"),
-            "rejected": rejected,
+            "kinds": _letters(shown["kinds"], shown["offered"]),
+            "offered": shown["offered"],
+            "rejected": {i: _cut(draft, _MAX_PIECE) for i, draft in drafts if draft is not None},
             "total": len(turn["kinds"]),
-            "ms": round(statistics.median(times) * 1e3, 2) if times else None,
-            "finish": str(turn.get("finish") or ""),
+            "ms": round(statistics.median(turn["decode_s"]) * 1e3, 2),
+            "finish": turn["finish"],
         }
 
     def values(self, total: int) -> dict[str, Any]:
@@ -178,14 +163,10 @@ def _letters(kinds: Sequence[str], offered: Sequence[int]) -> str:
     """Returns a letter for each token; a bonus of a round without drafts is the target's own."""
     letters = []
     count = None
-    for kind, drafts in itertools.zip_longest(kinds, offered, fillvalue=-1):
+    for kind, drafts in zip(kinds, offered):
         count = drafts if drafts >= 0 else count
         letters.append(_LETTERS["target" if kind == "bonus" and count == 0 else kind])
     return "".join(letters)
-
-
-def _rounded(p: float | None) -> float | None:
-    return None if p is None or not math.isfinite(p) else round(float(p), 4)
 
 
 def _cut(text: str, size: int) -> str:
