@@ -26,7 +26,7 @@ from spec_jax.meshes import use_mesh
 from spec_jax.progress import Progress
 from spec_jax.show.tables import Section, Table
 
-ROUNDS = 32  # at most, in one call
+_ROUNDS = 32  # at most, in one call
 _CALLS = 7  # without a trace; the median counts
 _TRACES = 3  # the fastest call is kept: a trace costs time, which is not the rounds' own
 _HEADER = ("stage", "ms a round", "share", "of it waiting", "operations")
@@ -93,13 +93,7 @@ def check() -> None:
 
 
 def profile_rounds(
-    system: System,
-    params: Any,
-    state: DecodeState,
-    folder: pathlib.Path,
-    *,
-    rounds: int = ROUNDS,
-    mesh: Mesh | None = None,
+    system: System, params: Any, state: DecodeState, folder: pathlib.Path, mesh: Mesh | None
 ) -> RoundProfile:
     """Times rounds without a trace, traces them, and adds their time up by stage.
 
@@ -109,13 +103,9 @@ def profile_rounds(
       state: Of ``decoding.prefill``; it is copied, not consumed.
       folder: Gets the profiler's files, which TensorBoard and XProf open, and
         ``stages.trace.json.gz``, which Perfetto opens.
-      rounds: The maximum rounds of one call.
       mesh: The devices that it runs on; None: those of its arrays.
-
-    Returns:
-      The profile.
     """
-    args = (jnp.zeros_like(state.finish), jnp.int32(rounds), jnp.int32(1))
+    args = (jnp.zeros_like(state.finish), jnp.int32(_ROUNDS), jnp.int32(1))
 
     def fresh() -> DecodeState:
         return jax.block_until_ready(jax.tree.map(jnp.copy, state))
@@ -137,29 +127,21 @@ def profile_rounds(
     total_ms = sum(stage.time_ns for stage in totals) / 1e6
     traced_ms = max(traced_ms, total_ms)  # the last operations may end after the call
     spread = float(np.quantile(call_ms, 0.75)) / min(call_ms)
-    shares = (traced_ms / count, total_ms / traced_ms)
-    profile = RoundProfile(counts[0], round_ms, *shares, spread=spread)
-    if not totals:
+    note = ""
+    if totals:
+        stages.write_trace(folder / "stages.trace.json.gz", spans, program)
+    else:
         platform = jax.tree.leaves(state)[0].devices().pop().platform
         note = f"the profiler of {platform} has named no operation of the program"
-        return dataclasses.replace(profile, note=note)
-    stages.write_trace(folder / "stages.trace.json.gz", spans, program)
-
-    def share(ns):
-        return ns / 1e6 / traced_ms
-
-    times = tuple(
-        StageTime(
-            s.stage,
-            s.part,
-            share(s.time_ns) * round_ms,
-            share(s.time_ns),
-            share(s.time_ns - s.busy_ns) * round_ms,
-            s.operations / count,
-        )
-        for s in totals
-    )
-    return dataclasses.replace(profile, stages=times)
+    times = []
+    for s in totals:
+        share = s.time_ns / 1e6 / traced_ms
+        waiting_ms = (s.time_ns - s.busy_ns) / 1e6 / traced_ms * round_ms
+        operations = s.operations / count
+        times.append(StageTime(s.stage, s.part, share * round_ms, share, waiting_ms, operations))
+    covered = total_ms / traced_ms
+    times = tuple(times)
+    return RoundProfile(counts[0], round_ms, traced_ms / count, covered, times, note, spread)
 
 
 def _trace(call, fresh, folder, program) -> tuple[float, list[stages.OperationRun]]:
@@ -202,7 +184,7 @@ def profile_cells(
                 engine.params(bench.batch),
                 engine.prefill(request),
                 folder / re.sub(r"[^\w.=-]+", "_", cell.label),
-                mesh=bench.devices.mesh,
+                bench.devices.mesh,
             )
             bar.step(cell.label)
     return profiles
