@@ -69,18 +69,11 @@ def timer_makers(
         first = {passes(k)[0].width: k for k in own}.values()
         wanted += [TimedLoop(method, k, 1) for k in first]
         wanted += [TimedLoop(method, k, max(k, 2)) for k in own[-1:]]
+    sizes = {"slots": slots, "batch": batch, "iterations": iterations}
+    make = functools.partial(round_timer, target, **sizes)
     return {
-        what: functools.partial(
-            round_timer,
-            target,
-            drafts.get(what.method),
-            what.num_draft,
-            what.num_passes,
-            slots,
-            batch,
-            iterations,
-        )
-        for what in wanted
+        loop: functools.partial(make, drafts.get(loop.method), loop.num_draft, loop.num_passes)
+        for loop in wanted
     }
 
 

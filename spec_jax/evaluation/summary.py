@@ -136,22 +136,15 @@ def results_table(results: Sequence[CellResult]) -> Table:
 def counted_sections(results: Sequence[CellResult]) -> list[Section]:
     """Returns the tables of acceptance by kind of token and by place, if they were counted."""
     kinds = next(([*r.kinds] for r in results if r.kinds), [])
-    by_kind = [
-        [r.cell.name, f"{r.cell.temperature:g}", *(f"{r.kinds[k].acceptance:.2f}" for k in kinds)]
-        for r in results
-        if r.kinds
-    ]
-    by_place = [
-        [
-            r.cell.name,
-            f"{r.cell.temperature:g}",
-            place,
-            str(found.reached),
-            *(f"{x:.2f}" for x in found[1:]),
-        ]
-        for r in results
-        for place, found in r.places.items()
-    ]
+    by_kind = []
+    by_place = []
+    for r in results:
+        start = [r.cell.name, f"{r.cell.temperature:g}"]
+        if r.kinds:
+            by_kind.append([*start, *(f"{r.kinds[kind].acceptance:.2f}" for kind in kinds)])
+        for place, found in r.places.items():
+            rates = (f"{x:.2f}" for x in found[1:])
+            by_place.append([*start, place, str(found.reached), *rates])
     places = ["after", "reached", "first child", "any child", "bound", "any / bound"]
     sections = [
         Section(
