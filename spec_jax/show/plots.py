@@ -92,28 +92,18 @@ def plot_rounds(
     number = np.arange(1, len(accepted) + 1)
     width = max(6.0, min(0.16 * len(number) + 2, 14.0))
     with panels(1, axes, (width, 2.8)) as (axis,):
-
-        def bar(height, bottom, **look):
-            return axis.bar(number, height, 0.85, bottom, **look)
-
-        bar(accepted, 0, color=COLORS["accepted"], label="accepted drafts")
-        has_own = np.zeros(len(number), int)
-        for kind, label in (("corrected", "corrected"), ("bonus", "bonus")):
+        axis.bar(number, accepted, 0.85, color=COLORS["accepted"], label="accepted drafts")
+        top = accepted
+        for kind in ("corrected", "bonus"):
             is_it = np.asarray([name == kind for name in own], int).reshape(len(number))
             if is_it.any():
-                bar(is_it, accepted, color=COLORS[kind], label=label)
-            has_own |= is_it
+                axis.bar(number, is_it, 0.85, accepted, color=COLORS[kind], label=kind)
+            top = top + is_it
         dropped = np.maximum(offered - accepted, 0)
         if dropped.any():
-            bar(
-                dropped,
-                accepted + has_own,
-                color="none",
-                edgecolor="0.6",
-                linewidth=0.8,
-                label="drafts that were dropped",
-            )
-        mean = (accepted + has_own).mean() if len(number) else float("nan")
+            look = {"color": "none", "edgecolor": "0.6", "linewidth": 0.8}
+            axis.bar(number, dropped, 0.85, top, label="drafts that were dropped", **look)
+        mean = top.mean() if len(number) else float("nan")
         axis.set(xlabel="round", ylabel="tokens", title=f"{mean:.2f} tokens a round")
         for which in (axis.xaxis, axis.yaxis):
             which.get_major_locator().set_params(integer=True, min_n_ticks=1)
@@ -145,23 +135,13 @@ def plot_acceptance(
     rate, (low, high) = np.asarray(rate, float), wilson(rate, reached).T
     with panels(2, axes) as (left, right):
         position = np.arange(1, len(rate) + 1)
-        left.errorbar(
-            position,
-            rate,
-            np.maximum([rate - low, high - rate], 0),
-            fmt="o-",
-            capsize=3,
-            color=COLORS["accepted"],
-            label="measured (bars: 95 %)",
-        )
+        bars = np.maximum([rate - low, high - rate], 0)
+        look = {"fmt": "o-", "capsize": 3, "color": COLORS["accepted"]}
+        left.errorbar(position, rate, bars, label="measured (bars: 95 %)", **look)
         if len(expected):
             left.plot(position, expected, "--", color="0.45", label="expected of the rule")
-        left.set(
-            xlabel="position in the draft",
-            ylabel="accepted, if reached",
-            ylim=(-0.03, 1.05),
-            title="acceptance",
-        )
+        left.set(xlabel="position in the draft", ylabel="accepted, if reached", title="acceptance")
+        left.set_ylim(-0.03, 1.05)
         left.legend(loc="lower left")
         right.bar(range(len(lengths)), lengths, 0.85, color=COLORS["accepted"])
         right.set(xlabel="drafts accepted", ylabel="rounds", title=f"tau {tau:.2f}, tokens a round")
