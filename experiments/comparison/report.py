@@ -342,12 +342,16 @@ def _rounds(shown: Sequence[CellResult]) -> Section:
     timed = [(r, r.round_time) for r in shown if r.round_time is not None]
     plain_ms = {r.cell.temperature: time.round_ms for r, time in timed if r.cell.is_plain}
     even_ms = [r.tau.value * plain_ms.get(r.cell.temperature, math.nan) for r, _ in timed]
-    sums_ms = [np.cumsum([0.0, *(ms or 0.0 for ms in t.parts_ms.values())]) for _, t in timed]
+    sums_ms = [
+        [*itertools.accumulate((ms or 0.0 for ms in time.parts_ms.values()), initial=0.0)]
+        for _, time in timed
+    ]
     ends = [*(x[-1] for x in sums_ms), *(time.round_ms for _, time in timed), *even_ms]
     end = 1.02 * max((x for x in ends if math.isfinite(x)), default=1.0)
     rows = []
     for (r, time), even, sums in zip(timed, even_ms, sums_ms):
-        bar = [(f"s{i}", *piece) for i, piece in enumerate(itertools.pairwise(sums / end))]
+        pieces = itertools.pairwise(x / end for x in sums)
+        bar = [(f"s{i}", *piece) for i, piece in enumerate(pieces)]
         bar += [("tick", even / end, even / end)] * (even <= end)
         of_parts = enumerate(time.parts_ms.values())
         parts = [Entry(number(ms, ".3f"), f"key s{i}") for i, ms in of_parts]

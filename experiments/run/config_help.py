@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import io
 import pathlib
@@ -37,9 +38,12 @@ def comments_of(lines: Sequence[str], first: int, last: int) -> tuple[str, str]:
             break
         above.insert(0, line.strip().lstrip("# "))
     code = "\n".join(lines[first - 1 : last]).strip()
-    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
-    beside = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
-    return " ".join(above), " ".join(x for x in beside if not x.startswith("fmt:"))
+    beside = []
+    with contextlib.suppress(tokenize.TokenError):  # of a bracket that is closed below
+        for token in tokenize.generate_tokens(io.StringIO(code).readline):
+            if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:"):
+                beside.append(token.string.lstrip("# "))
+    return " ".join(above), " ".join(beside)
 
 
 def comments(path: pathlib.Path) -> dict[str, str]:
@@ -59,16 +63,15 @@ def comments(path: pathlib.Path) -> dict[str, str]:
     found = dict(base)
 
     def add(key: str, value: ast.expr, first: int) -> None:
+        found.setdefault(key, "")
         inner = value.args[0] if isinstance(value, ast.Call) and value.args else value
         if isinstance(inner, ast.Dict):  # ConfigDict({...}), or update({...})
             for name, entry in zip(inner.keys, inner.values):
                 if isinstance(name, ast.Constant):
                     add(f"{key}.{name.value}".lstrip("."), entry, name.lineno)
-        elif key:
-            said = " ".join(comments_of(source.splitlines(), first, value.end_lineno)).strip()
-            if said and base.get(key):
-                said = f"{sentence(base[key])} {sentence(said)}"
-            found[key] = said or found.get(key, "")
+        elif said := " ".join(comments_of(source.splitlines(), first, value.end_lineno)).strip():
+            is_more = bool(base.get(key))
+            found[key] = f"{sentence(base[key])} {sentence(said)}" if is_more else said
 
     nodes = (x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Assign | ast.Call))
     for node in sorted(nodes, key=lambda x: x.lineno):
