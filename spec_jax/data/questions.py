@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from spec_jax.data import python_source, sources
 from spec_jax.data.conversations import answered
@@ -19,7 +18,6 @@ CONVERSATION = "multi-turn conversation"
 _MT_BENCH = "writing roleplay reasoning math coding extraction stem humanities".split()
 _NAMES = ("task_id", "question_id", "id")
 _CONTINUED = "\n\n"  # between turns and answers, where there is no chat template
-T = TypeVar("T")
 
 
 class Question(NamedTuple):
@@ -112,12 +110,29 @@ def load(data: str, n: int, categories: Sequence[str] = (), seed: int = 0) -> Qu
     # Categories of MT-bench whose questions all have several turns.
     grouped = {*_MT_BENCH} - {q.category for q in questions if q.num_turns == 1}
     questions = [q._replace(is_of_conversations=q.category in grouped) for q in questions]
-    notes: list[str] = []
-    missing: list[str] = []
-    if questions:
-        questions, missing = _of_categories(questions, categories, data)
-    chosen = take(questions, n, data, "questions", malformed, notes)
-    return Questions(chosen, f"questions of {data}", notes + missing)
+    if not questions:
+        why = f" ({'; '.join(malformed)})" if malformed else ""
+        raise ConfigError(f"{data} has no question{why}; expected one a line")
+    notes = [f"left out: {message}" for message in malformed]
+    known = [*dict.fromkeys(name for q in questions for name in (q.group, q.category))]
+    if categories:
+        questions = [q for q in questions if q.category in categories or q.group in categories]
+    if not questions:
+        raise ConfigError(
+            f"categories are {', '.join(categories)}, and {data} has no question of them; it has "
+            f"{', '.join(known)}"
+        )
+    total = len(questions)
+    if n > total:
+        notes.append(f"{data} has {total} questions, not {n}: all of them are used")
+    notes += [
+        f"{data} has no question of the category {name!r}; it has {', '.join(known)}"
+        for name in categories
+        if name not in known
+    ]
+    if 0 < n < total:
+        questions = [questions[i * total // n] for i in range(n)]
+    return Questions(questions, f"questions of {data}", notes)
 
 
 def read(data: str, malformed: list[str] | None = None) -> list[Question]:
@@ -135,34 +150,16 @@ def read(data: str, malformed: list[str] | None = None) -> list[Question]:
     is_set = sources.is_name(data)
     usual = data if is_set else path.name.partition(".")[0]
     rows = sources.rows(data) if is_set else read_rows(path, malformed, has_lines=True)
-    return [*usable(rows, functools.partial(_question, usual=usual), malformed)]
 
+    def question(value: Any, source: str) -> Question:
+        record = read_record(value, source)
+        row = value if isinstance(value, dict) else {}
+        place = pathlib.PurePath(source).name
+        name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))
+        category = " ".join(str(row.get("category") or usual).split()) or usual
+        return of_record(record, name, category, row.get("turns"))
 
-def take(
-    rows: Sequence[T], n: int, data: str, what: str, malformed: Sequence[str], notes: list[str]
-) -> list[T]:
-    """Returns ``n`` of the rows at even distances, or all of them, and says what is left out.
-
-    Args:
-      rows: What could be read.
-      n: How many; 0, or more than there are: all.
-      data: Where they come from, for messages.
-      what: What they are, in the plural.
-      malformed: The messages of rows that are left out.
-      notes: Gets a sentence on each of them, and one if there are fewer rows than asked for.
-
-    Raises:
-      ConfigError: There is none.
-    """
-    notes += [f"left out: {message}" for message in malformed]
-    if not rows:
-        why = f" ({'; '.join(malformed)})" if malformed else ""
-        raise ConfigError(f"{data} has no {what.removesuffix('s')}{why}; expected one a line")
-    if n > len(rows):
-        notes.append(f"{data} has {len(rows)} {what}, not {n}: all of them are used")
-    if not 0 < n < len(rows):
-        return [*rows]
-    return [rows[i * len(rows) // n] for i in range(n)]
+    return [*usable(rows, question, malformed)]
 
 
 def read_record(row: Any, source: str) -> Conversation | Text:
@@ -210,16 +207,6 @@ def _is_of_turns(record: Conversation | Text, turns: Any) -> bool:
     return record.messages[-1]["content"] == turns[0]
 
 
-def _question(value: Any, source: str, usual: str) -> Question:
-    """Reads a row; ``usual`` is the category of rows that name none."""
-    record = read_record(value, source)
-    row = value if isinstance(value, dict) else {}
-    place = pathlib.PurePath(source).name
-    name = str(next((row[key] for key in _NAMES if row.get(key) is not None), place))
-    category = " ".join(str(row.get("category") or usual).split()) or usual
-    return of_record(record, name, category, row.get("turns"))
-
-
 def of_record(
     record: Conversation | Text, name: str = "", category: str = "", turns: Any = None
 ) -> Question:
@@ -258,23 +245,3 @@ def _with_unique_names(questions: Sequence[Question]) -> list[Question]:
         taken.add(name)
         unique.append(question._replace(name=name))
     return unique
-
-
-def _of_categories(
-    questions: list[Question], categories: Sequence[str], data: str
-) -> tuple[list[Question], list[str]]:
-    """Returns the questions of some categories, and a note on each that has none."""
-    if not categories:
-        return questions, []
-    known = [*dict.fromkeys(name for q in questions for name in (q.group, q.category))]
-    missing = [name for name in categories if name not in known]
-    chosen = [q for q in questions if q.category in categories or q.group in categories]
-    if not chosen:
-        raise ConfigError(
-            f"categories are {', '.join(categories)}, and {data} has no question of them; it has "
-            f"{', '.join(known)}"
-        )
-    return chosen, [
-        f"{data} has no question of the category {name!r}; it has {', '.join(known)}"
-        for name in missing
-    ]
