@@ -237,7 +237,7 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     cells = []
     with Progress(len(todo), "planning") as bar:
         for topology, job in todo:
-            bar.now(plan_cells.label(topology, job))
+            bar.now(plan_report.name(plan_cells.place_of(topology, job)))
             find = functools.partial(plan_cells.plan_cell, folder / "cells", topology)
             options = config, describe if config.is_compiled else None
             cell = find(job, *options)

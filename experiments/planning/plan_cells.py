@@ -26,16 +26,18 @@ from spec_jax.planning.chips import Topology
 _VERSION = 6  # of what a cell holds
 
 
-def label(topology: Topology, job: plan.Job | plan.TrainJob) -> str:
-    """Returns a name for messages."""
-    what = {"train": "training", "prefill": "prefill"}.get(job.program, "plain")
-    if job.program == "decode" and job.method:
-        what = f"{job.method} K={job.num_draft}" + (f" tree {tree_name(job)}" if job.tree else "")
-    return f"{topology.name} {job.mesh} B={job.batch} S={_length(job)} {what}"
-
-
-def _length(job: plan.Job | plan.TrainJob) -> int:
-    return job.length if job.program == "train" else job.slots
+def place_of(topology: Topology, job: plan.Job | plan.TrainJob) -> dict:
+    """Returns what a cell has that tells it from the other cells of a plan."""
+    is_decoding = job.program == "decode"
+    return {
+        "program": job.program,
+        "topology": topology.name,
+        "mesh": job.mesh,
+        "batch": job.batch,
+        "slots": job.length if job.program == "train" else job.slots,
+        "k": job.num_draft if is_decoding else 0,
+        "tree": tree_name(job) if is_decoding else "",
+    }
 
 
 def tree_name(job: plan.Job) -> str:
@@ -122,25 +124,17 @@ _TRACES = {"decode": plan.trace_decode, "prefill": plan.trace_prefill, "train": 
 def make_cell(topology: Topology, job: plan.Job | plan.TrainJob, config: ConfigDict) -> dict:
     """Returns what is known of a job without compiling it; arguments as of ``plan_cell``."""
     chip = topology.chip
-    is_decoding = job.program == "decode"
     has_draft = (job.head if job.program == "train" else job.method) is not None
-    cell = {
-        "program": job.program,
+    cell = place_of(topology, job) | {
         "target": config.target,
         "draft": config.draft if has_draft else "",
-        "topology": topology.name,
-        "mesh": job.mesh,
-        "batch": job.batch,
-        "slots": _length(job),
-        "k": job.num_draft if is_decoding else 0,
-        "tree": tree_name(job) if is_decoding else "",
         "hbm_per_device": chip.per_device.hbm_bytes,
         "analytic": None,
         "compiled": None,
     }
     if job.program == "train":
         return cell | {"state": plan.train_memory(job)}
-    if is_decoding:
+    if job.program == "decode":
         draft = job.draft if has_draft else None
         of_round = roofline.round_work(
             job.target, job.draft, job.num_draft, job.setting, job.tree_shape

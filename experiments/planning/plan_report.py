@@ -77,7 +77,8 @@ def best(cells: Sequence[dict]) -> list[dict]:
     return found
 
 
-def _name(cell: dict) -> str:
+def name(cell: dict) -> str:
+    """Returns a name for messages, of what ``plan_cells.place_of`` returns or a cell."""
     plain = {"decode": "plain", "train": "training"}
     what = f"K={cell['k']}" if cell["k"] else plain.get(cell["program"], cell["program"])
     what += f" tree {cell['tree']}" if cell["tree"] else ""
@@ -123,7 +124,7 @@ def line(cell: dict) -> str:
     fit = "fits" if _is_known(cell) else "fits if activations do"
     fit = fit if cell["fits"] else f"lacks {cell['shortfall'] / 1e9:.2f} GB a device"
     speed = "" if cell["tok_s"] is None else f", at most {cell['tok_s']:,.0f} tokens a second"
-    return f"{_name(cell)}: {fit}{speed}"
+    return f"{name(cell)}: {fit}{speed}"
 
 
 def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
@@ -205,10 +206,10 @@ def sections(result: dict) -> list[Section]:
     numbers = _HEADER[2:5] + _HEADER[6:]
     counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
     parts = {
-        "Collectives": [f"{_name(cell)}: {_by_kind(cell)}" for cell in counted],
-        "Prefill": [f"{_name(c)}: {_prefill(c['prefill'])}" for c in cells if "prefill" in c],
-        "Queue": [f"{_name(c)}: {_queue(c['queue'], config)}" for c in cells if "queue" in c],
-        "State": [f"{_name(c)}: {_state(c['state'])}" for c in cells if "state" in c],
+        "Collectives": [f"{name(cell)}: {_by_kind(cell)}" for cell in counted],
+        "Prefill": [f"{name(c)}: {_prefill(c['prefill'])}" for c in cells if "prefill" in c],
+        "Queue": [f"{name(c)}: {_queue(c['queue'], config)}" for c in cells if "queue" in c],
+        "State": [f"{name(c)}: {_state(c['state'])}" for c in cells if "state" in c],
         "Best K": [_best_line(one) for one in result["best"]],
     }
     notes = [meaning]
