@@ -14,7 +14,6 @@ from spec_jax.drafters.suffix import History, suffix
 from spec_jax.rules import make_rule
 from spec_jax.testing import CertificateError
 from spec_jax.testing.certificate.states import a_memory_each, certify_memory
-from spec_jax.testing.oracles import toy_logits
 
 V, REMEMBERED, ROWS = 3, 31, 1024
 
@@ -31,7 +30,7 @@ def certified(memory: str):
     system = decoding.System(testing.toy_model.__wrapped__(V), drafter, RULE, 2)
     past = History(REMEMBERED) if memory == "suffix" else None
     params = {"target": testing.toy_params(V, 0), "draft": None}
-    return certify_memory(system, params, past, toy_logits, rows=ROWS)
+    return certify_memory(system, params, past, rows=ROWS)
 
 
 @pytest.mark.exhaustive

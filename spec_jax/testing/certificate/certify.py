@@ -30,7 +30,6 @@ from spec_jax.testing.certificate.records import (
 )
 from spec_jax.testing.certificate.rounds import check_round, one_by_one
 from spec_jax.testing.certificate.subjects import Subject
-from spec_jax.testing.oracles import toy_logits
 
 MAX_DRAFT = 4
 _MAX_OUTCOMES = 400_000  # of one enumeration
@@ -283,7 +282,7 @@ class _Run:
             drafter = suffix(subjects.NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
             subject = dataclasses.replace(subject, drafter=drafter)
         system = subject.system(self.rule, 2)
-        p_value, count = states.certify_memory(system, subject.params, memory, toy_logits)
+        p_value, count = states.certify_memory(system, subject.params, memory)
         what = f"calls with the same seeds, from whose outputs {subject.drafter.name} had learned"
         self._add(what, "chi-square", p_value=p_value, trials=count)
 

@@ -9,6 +9,7 @@ against the product of their distributions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ _WINDOW = 8  # places that are tested together
 _WITH_PROCESSORS = 200  # texts that are followed where each has distributions of its own
 
 
+@dataclasses.dataclass
 class Loop:
     """Decodes rows of several settings in one batch, as the decoder does.
 
@@ -62,25 +64,19 @@ class Loop:
       run: ``decoding.generate`` as it is compiled.
     """
 
-    def __init__(
-        self,
-        system: decoding.System,
-        params: dict[str, Any],
-        rows: Sequence[Row],
-        num_tokens: int,
-        slots: int,
-        run: Callable[..., Any] | None = None,
-    ):
-        self.system = system
-        self.params = params
-        self.rows = rows
-        self.num_tokens = num_tokens
-        self.slots = slots
-        self.run = run or _generate
-        self._lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
-        self._prompts = np.zeros((len(rows), self._lengths.max()), np.int32)
-        for row, prompt in zip(self._prompts, (row.prompt for row in rows)):
-            row[: len(prompt)] = prompt
+    system: decoding.System
+    params: dict[str, Any]
+    rows: Sequence[Row]
+    num_tokens: int
+    slots: int
+    run: Callable[..., Any] | None = None
+
+    def __post_init__(self):
+        self.run = self.run or _generate
+        self._lengths = np.asarray([len(row.prompt) for row in self.rows], np.int32)
+        self._prompts = np.zeros((len(self.rows), self._lengths.max()), np.int32)
+        for ids, row in zip(self._prompts, self.rows):
+            ids[: len(row.prompt)] = row.prompt
 
     def prefill(self, of: np.ndarray, seeds: np.ndarray) -> decoding.DecodeState:
         """Returns the state after the prompts.
@@ -167,8 +163,7 @@ class Loop:
         """Returns what plain decoding emits, by the package's rule of the same noise."""
         rule = GREEDY if self.system.rule.is_greedy else MATCH
         plain = self.system._replace(drafter=NO_DRAFT, num_draft=0, rule=rule)
-        loop = Loop(plain, self.params, self.rows, self.num_tokens, self.slots, self.run)
-        return loop.decode(of, seeds)
+        return dataclasses.replace(self, system=plain).decode(of, seeds)
 
     def check_equal(
         self, expected: np.ndarray, actual: np.ndarray, of: np.ndarray, how: str, hint: str = ""
@@ -526,7 +521,6 @@ def certify_decoder(
     params: dict[str, Any] | None = None,
     target: Model | None = None,
     logits_of: LogitsOf = oracles.toy_logits,
-    seed: int = 0,
     run: Callable[..., Any] | None = None,
 ) -> float:
     """Tests the jitted decoder's tokens against the target's distribution with a chi-square test.
@@ -547,7 +541,6 @@ def certify_decoder(
       params: ``{"target": ..., "draft": ...}``; by default random ones of toy models.
       target: by default a toy; a mutated one, to see the test fail, or a model of your own.
       logits_of: what the target says, computed another way.
-      seed: of the parameters and the trials.
       run: ``decoding.generate`` as it is compiled.
 
     Returns:
@@ -557,7 +550,7 @@ def certify_decoder(
       CertificateError: the p-value is below ``alpha``, or there are too few trials to tell.
     """
     V = vocab_size
-    params = params or {"target": toy_params(V, seed), "draft": toy_params(V, seed + 1)}
+    params = params or {"target": toy_params(V, 0), "draft": toy_params(V, 1)}
     drafter = drafter or standalone(toy_model(V))
     system = system_of(target or toy_model(V), drafter, rule, num_draft)
     slots = len(row.prompt) + num_tokens + system.lookahead_slots + 3
@@ -571,6 +564,6 @@ def certify_decoder(
     of = np.zeros(batch, np.int64)
     counts = np.zeros((1, *[V] * num_tokens), np.int64)
     for begin in range(0, trials, batch):
-        output = loop.decode(of, seed * trials + begin + np.arange(batch))
+        output = loop.decode(of, begin + np.arange(batch))
         np.add.at(counts[0], tuple(output[:, 1:].T), 1)
     return loop.test(counts, 1, [dist], alpha)

@@ -21,7 +21,7 @@ from spec_jax.contracts import Context, Drafter, Memory, Proposal
 from spec_jax.testing.certificate import forcing
 from spec_jax.testing.certificate.loop import Loop, joint
 from spec_jax.testing.certificate.records import ALPHA, CertificateError, short, where
-from spec_jax.testing.oracles import LogitsOf, Row, goodness_of_fit
+from spec_jax.testing.oracles import Row, goodness_of_fit, toy_logits
 
 _ALONE = 50  # places whose drafts are drawn in batches of one
 _TOLERANCE = 1e-4  # on probabilities of a state that has been fed token by token
@@ -188,12 +188,7 @@ _BY_ROW = ("tokens", "length", "sampler", "request", "gumbel", "is_greedy")
 
 
 def certify_memory(
-    system: decoding.System,
-    params: dict[str, Any],
-    memory: Memory | None,
-    logits_of: LogitsOf,
-    *,
-    rows: int = 2048,
+    system: decoding.System, params: dict[str, Any], memory: Memory | None, *, rows: int = 2048
 ) -> tuple[float, int]:
     """Tests three calls with the same prompts and seeds, between which the drafter learns.
 
@@ -201,10 +196,9 @@ def certify_memory(
     its own, so that what it learns from one row is not blurred by the others.
 
     Args:
-      system: target, drafter, rule and K; the drafter has a memory.
+      system: a toy target, drafter, rule and K; the drafter has a memory.
       params: ``{"target": ..., "draft": ...}``, of which the draft's are replaced by the memory's.
       memory: what learns from outputs, copied for each row; None: the drafter does so by itself.
-      logits_of: ``(params, tokens) -> f32[V]`` of the target.
       rows: how many prompts are decoded; each has a seed of its own.
 
     Returns:
@@ -224,9 +218,8 @@ def certify_memory(
     prompts = [Row((*ids, *last), warm, warm) for ids in own.tolist()]
     slots = width + len(last) + 1 + _NUM_TOKENS + system.lookahead_slots
     loop = Loop(system, params, prompts, _NUM_TOKENS, slots)
-    expected = joint(
-        Row(last, warm, warm), 1, _NUM_TOKENS, functools.partial(logits_of, params["target"])
-    )
+    logits_of = functools.partial(toy_logits, params["target"])
+    expected = joint(Row(last, warm, warm), 1, _NUM_TOKENS, logits_of)
     p_value = 1.0
     for call in range(_NUM_CALLS):
         if memories is not None:
