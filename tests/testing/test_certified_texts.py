@@ -181,8 +181,9 @@ def test_texts_are_tested_by_place_by_round_and_with_their_neighbours(name):
     options, match = WRONG.get(name, ({}, ""))
     tokens, kinds, logits_of = chains(**options)
     row = Row((2,), SamplerConfig(temperature=1.0), SamplerConfig())
-    loop = SimpleNamespace(name="chains", system=SimpleNamespace(num_draft=4))
-    check = lambda: check_texts(loop, tokens, kinds, row, logits_of)
+    system = SimpleNamespace(num_draft=4)
+    loop = SimpleNamespace(name="chains", system=system, logits_of=logits_of)
+    check = lambda: check_texts(loop, tokens, kinds, row)
     if name is None:
         assert check() > 1e-3
         return

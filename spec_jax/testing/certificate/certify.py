@@ -308,7 +308,7 @@ class _Run:
     def _loop(self, subject: Subject) -> None:
         """The compiled loop: its tokens, the drafter's states, the places of the rows."""
         system = subject.system(self.rule, MAX_DRAFT)
-        loop = self._make_loop(system, subject.params, _LENGTH)
+        loop = self._make_loop(subject, system, _LENGTH)
         of = np.tile(np.arange(len(self.rows)), _PLACES)
         output = self._check_states(loop, subject, of)
         drafts = f"{system.num_draft} drafts of {subject.drafter.name}"
@@ -316,14 +316,14 @@ class _Run:
             loop.check_equal(loop.plain(of, np.arange(len(of))), output, of, "by plain decoding")
             self._add(f"tokens with {drafts} and of plain decoding", "equality", trials=output.size)
         moved = self._check_places(loop, subject, of, output)
-        self._test_tokens(loop, subject, of, [output, moved], drafts)
+        self._test_tokens(loop, of, [output, moved], drafts)
         some = output[: len(self.rows) * _FOLLOWED]
-        p_value, p = loop.test_means(some, of, subject.logits_of)
+        p_value, p = loop.test_means(some, of)
         self.p.append(p)
         what = f"all tokens after the first, with {drafts}"
         self._add(what, "mean probability", p_value=p_value, trials=some[:, 1:].size)
 
-    def _make_loop(self, system: System, params: dict[str, Any], num_tokens: int) -> Loop:
+    def _make_loop(self, subject: Subject, system: System, num_tokens: int) -> Loop:
         """Returns a loop whose states hold its texts and no more.
 
         So a drafter that keeps rejected drafts runs out of slots; the toy draft, which reads two
@@ -331,7 +331,7 @@ class _Run:
         """
         prompt = max(len(row.prompt) for row in self.rows)
         slots = prompt + num_tokens + 1 + max(MAX_DRAFT + 1, system.lookahead_slots)
-        return Loop(system, params, self.rows, num_tokens, slots)
+        return Loop(system, subject.params, self.rows, num_tokens, slots, subject.logits_of)
 
     def _text(self, num_draft: int, is_last: bool = False) -> None:
         """Long texts of one setting, or of all for a rule that emits plain decoding's tokens.
@@ -344,13 +344,13 @@ class _Run:
         if self.is_coupled:
             of = np.tile(np.arange(len(self.rows)), _PLACES)
         if self._near is None:
-            short = self._make_loop(subject.system(self.rule, num_draft), subject.params, _LENGTH)
+            short = self._make_loop(subject, subject.system(self.rule, num_draft), _LENGTH)
             self._near = dataclasses.replace(subject, params=near_target(short, of))
         subject = self._near
         rule = self.rule
         if self.is_coupled and is_last:
             rule = rule._replace(accept=one_by_one(rule.accept))
-        loop = self._make_loop(subject.system(rule, num_draft), subject.params, _TEXT)
+        loop = self._make_loop(subject, subject.system(rule, num_draft), _TEXT)
         seeds = np.arange(B)
         state = loop.generate(loop.prefill(of, seeds))
         output = loop.output(state, of)
@@ -364,7 +364,7 @@ class _Run:
             return
         row = self.rows[_TEXT_SETTING]
         kinds = loop.of_output(np.asarray(state.kind), of)
-        p_value = check_texts(loop, output, kinds, row, subject.logits_of)
+        p_value = check_texts(loop, output, kinds, row)
         what = (
             f"each of {_TEXT} tokens, the first of each round by the round before, and those of "
             f"neighbouring seeds jointly, with {drafts}"
@@ -414,18 +414,12 @@ class _Run:
         return moved[:half]
 
     def _test_tokens(
-        self,
-        loop: Loop,
-        subject: Subject,
-        of: np.ndarray,
-        outputs: Sequence[np.ndarray],
-        drafts: str,
+        self, loop: Loop, of: np.ndarray, outputs: Sequence[np.ndarray], drafts: str
     ) -> None:
         """Tests the joint distribution of as many tokens as fit a table.
 
         Args:
           loop: Decodes more, until there are enough trials.
-          subject: Whose logits are the reference.
           of: The rows of all places.
           outputs: Of the first of these, decoded with other seeds each.
           drafts: What they were decoded with.
@@ -441,7 +435,7 @@ class _Run:
             some = left.pop(0) if left else loop.decode(of, np.arange(done, done + len(of)))
             np.add.at(counts, (of[: len(some)], *some[:, begin : begin + size].T), 1)
             done += len(some)
-        dists = [joint(row, begin, size, subject.logits_of) for row in self.rows]
+        dists = [joint(row, begin, size, loop.logits_of) for row in self.rows]
         p_value = loop.test(counts, begin, dists)
         which = f"{begin + 1} to {begin + size}" if size > 1 else f"{begin + 1}"
         what = f"tokens {which} of the compiled loop with {drafts}"

@@ -61,6 +61,7 @@ class Loop:
       rows: prompts and samplers.
       num_tokens: how many tokens follow the first one.
       slots: of all states; loops with as many share the programs that read the prompts.
+      logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
       run: ``decoding.generate`` as it is compiled.
     """
 
@@ -69,6 +70,7 @@ class Loop:
     rows: Sequence[Row]
     num_tokens: int
     slots: int
+    logits_of: Callable[[Sequence[int]], np.ndarray]
     run: Callable[..., Any] | None = None
 
     def __post_init__(self):
@@ -217,9 +219,7 @@ class Loop:
             )
         return p_value
 
-    def test_means(
-        self, output: np.ndarray, of: np.ndarray, logits_of: Callable[[Sequence[int]], np.ndarray]
-    ) -> tuple[float, Range]:
+    def test_means(self, output: np.ndarray, of: np.ndarray) -> tuple[float, Range]:
         """Returns the p-value of the mean probability that plain decoding gives to the tokens.
 
         Drafts that are accepted too readily are less probable than plain decoding's tokens. The
@@ -229,7 +229,6 @@ class Loop:
         Args:
           output: i64[N,1+num_tokens], of the first N places.
           of: i64[B], the rows of all places.
-          logits_of: ``tokens -> f32[V]``, what the target says.
 
         Returns:
           The p-value, and the probabilities of plain decoding after all these texts.
@@ -244,7 +243,7 @@ class Loop:
         counts = np.bincount(of[: len(output)], minlength=R) * self.num_tokens
         for r, row in enumerate(self.rows):
             texts = output[of[: len(output)] == r]
-            probs = distributions(texts, row, logits_of)
+            probs = distributions(texts, row, self.logits_of)
             p = np.take_along_axis(probs, texts[:, 1:, None], axis=2)[:, :, 0]
             if (p == 0).any():
                 text, i = np.argwhere(p == 0)[0]
@@ -388,13 +387,7 @@ def near_target(loop: Loop, of: np.ndarray) -> dict[str, Any]:
     return {**loop.params, "target": target}
 
 
-def check_texts(
-    loop: Loop,
-    output: np.ndarray,
-    kinds: np.ndarray,
-    row: Row,
-    logits_of: Callable[[Sequence[int]], np.ndarray],
-) -> float:
+def check_texts(loop: Loop, output: np.ndarray, kinds: np.ndarray, row: Row) -> float:
     """Tests each token after the text and the rounds before it, and neighbouring seeds jointly.
 
     Args:
@@ -402,7 +395,6 @@ def check_texts(
       output: i64[N,1+T], of seeds that follow each other.
       kinds: i64[N,1+T], the ``Kind`` of each token.
       row: the prompt and the samplers of all of them, without penalties.
-      logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
 
     Returns:
       The p-value, corrected for the number of tests.
@@ -413,7 +405,7 @@ def check_texts(
     if row.target.processors:
         output, kinds = (x[:_WITH_PROCESSORS] for x in (output, kinds))
     # A toy target reads two tokens; processors may read all.
-    probs = distributions(output, row, logits_of, None if row.target.processors else 2)
+    probs = distributions(output, row, loop.logits_of, None if row.target.processors else 2)
     tests = [*_places(output, probs), *_rounds(output, kinds, probs), *_neighbours(output, probs)]
     p_value, text = min(tests, key=lambda test: test[0], default=(1.0, ""))
     p_value = min(1.0, p_value * len(tests))
@@ -554,8 +546,9 @@ def certify_decoder(
     drafter = drafter or standalone(toy_model(V))
     system = system_of(target or toy_model(V), drafter, rule, num_draft)
     slots = len(row.prompt) + num_tokens + system.lookahead_slots + 3
-    loop = Loop(system, params, [row], num_tokens, slots, run)
-    dist = joint(row, 1, num_tokens, functools.partial(logits_of, params["target"]))
+    of_target = functools.partial(logits_of, params["target"])
+    loop = Loop(system, params, [row], num_tokens, slots, of_target, run)
+    dist = joint(row, 1, num_tokens, of_target)
     if trials * dist.max() < 5:
         raise CertificateError(
             f"trials is {trials}; a test of {num_tokens} tokens jointly needs {5 / dist.max():.0f} "

@@ -217,8 +217,8 @@ def certify_memory(
         system = system._replace(drafter=a_memory_each(system.drafter))
     prompts = [Row((*ids, *last), warm, warm) for ids in own.tolist()]
     slots = width + len(last) + 1 + _NUM_TOKENS + system.lookahead_slots
-    loop = Loop(system, params, prompts, _NUM_TOKENS, slots)
     logits_of = functools.partial(toy_logits, params["target"])
+    loop = Loop(system, params, prompts, _NUM_TOKENS, slots, logits_of)
     expected = joint(Row(last, warm, warm), 1, _NUM_TOKENS, logits_of)
     p_value = 1.0
     for call in range(_NUM_CALLS):
