@@ -65,11 +65,8 @@ def draw_anchors(key: jax.Array, mask: jax.Array, count: int) -> tuple[jax.Array
       i32[B,A], ascending, and bool[B,A], False past the last place where a block may begin.
     """
     is_open = can_begin(mask)
-
-    def draw(key):
-        return jax.random.uniform(key, mask.shape[1:])
-
-    order = jax.vmap(draw)(row_keys(key, len(mask)))
+    keys = row_keys(key, len(mask))
+    order = jax.vmap(lambda key: jax.random.uniform(key, mask.shape[1:]))(keys)
     order = jnp.where(is_open, order, -1.0)
     _, anchors = jax.lax.top_k(order, min(count, mask.shape[1]))
     anchors = jnp.where(jnp.take_along_axis(is_open, anchors, axis=1), anchors, mask.shape[1])

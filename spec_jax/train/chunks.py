@@ -53,11 +53,8 @@ def chain_loss(
     is_counted = shifted(batch.mask, 2, T)[:, None] & is_after
     own = is_counted.sum(axis=(0, 2)).astype(jnp.float32)
     weights = shares * reciprocal(own if counts is None else counts)
-
-    def late(x, step):
-        return jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T]
-
-    states = jnp.stack([late(x, step) for step, x in enumerate(states)], axis=1)
+    late = [jnp.pad(x, [(0, 0), (step, 0), (0, 0)])[:, :T] for step, x in enumerate(states)]
+    states = jnp.stack(late, axis=1)
 
     def chunk(params, states, rest):
         is_counted, true = rest

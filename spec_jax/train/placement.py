@@ -56,11 +56,8 @@ def device_bytes(tree: Any, where: Any | None = None) -> int:
     """
     arrays = jax.tree.leaves(tree)
     where = [x.sharding for x in arrays] if where is None else jax.tree.leaves(where)
-
-    def part(x, s):
-        return math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
-
-    return sum(map(part, arrays, where))
+    sizes = [math.prod(s.shard_shape(x.shape)) for x, s in zip(arrays, where)]
+    return sum(size * x.dtype.itemsize for size, x in zip(sizes, arrays))
 
 
 @dataclasses.dataclass(frozen=True)

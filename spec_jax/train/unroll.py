@@ -36,25 +36,14 @@ class UnrolledCache:
     true: tuple[jax.Array, ...] = ()  # keys and values of step 0, dtype[B,G,T,H]
     later: tuple[jax.Array, ...] = ()  # of steps 1.., dtype[K-1,B,G,T,H]
 
-    @classmethod
-    def create(cls, batch: int, num_rows: int, begins: jax.Array | None = None) -> UnrolledCache:
-        """Makes a cache for the only step.
-
-        Args:
-          batch: B, sequences.
-          num_rows: T, rows of each.
-          begins: i32[B,T], where each row's document begins; None: all see all before them.
-        """
-        return cls(jnp.zeros((batch,), jnp.int32), num_rows, begins)
-
     def of_steps(self, num_steps: int) -> UnrolledCache:
         """Makes a cache for several steps, from one that a step has returned, or its shapes."""
 
         def empty(*lead):
             return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
 
-        cache = UnrolledCache.create(len(self.length), self.slots, self.begins)
-        return cache.replace(true=empty(), later=empty(num_steps - 1))
+        length = jnp.zeros(self.length.shape, jnp.int32)
+        return UnrolledCache(length, self.slots, self.begins, empty(), empty(num_steps - 1))
 
     def attend(
         self,
@@ -75,10 +64,7 @@ class UnrolledCache:
         true = tuple(jnp.where(step == 0, x, old) for x, old in zip(new, self.true))
 
         # At step 0 a place is written that the mask hides until its own step writes it.
-        def put(all_, x):
-            return all_.at[jnp.maximum(step - 1, 0)].set(x)
-
-        later = tuple(map(put, self.later, new))
+        later = tuple(old.at[jnp.maximum(step - 1, 0)].set(x) for x, old in zip(new, self.later))
         out = _attend_unrolled(q_BTNH, true, later, step, scale, self.begins)
         return out.astype(v_BGTH.dtype), self.replace(true=true, later=later)
 
@@ -167,7 +153,8 @@ def unroll(
 
     padded = shifted(tokens, 0, T + num_steps)
     begins = None if begins is None else begins[:, :T]
-    start = head.join(params, features[:, :T]), UnrolledCache.create(B, T, begins)
+    joined = head.join(params, features[:, :T])
+    start = joined, UnrolledCache(jnp.zeros((B,), jnp.int32), T, begins)
     if num_steps == 1:
         return run(start, 0)[1][None]
     (_, cache), _ = jax.eval_shape(lambda: run(start, 0))

@@ -157,7 +157,7 @@ def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
     def unrolled(q, k, v):
         window = lambda step: Window(None, None, None, None, offset=jnp.asarray(step))
         attend = lambda cache, step: cache.attend(q[step], k[step], v[step], 0, window(step))
-        alone, cache = attend(UnrolledCache.create(B, T), 0)
+        alone, cache = attend(UnrolledCache(jnp.zeros((B,), jnp.int32), T), 0)
         cache, outs = cache.of_steps(steps), []
         for step in range(steps):
             out, cache = attend(cache, step)

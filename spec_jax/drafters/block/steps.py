@@ -119,11 +119,8 @@ def _embedded(table: jax.Array, token: jax.Array) -> jax.Array:
 def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
     """Joins the last axes of two arrays whose other axes broadcast."""
     shape = jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1])
-
-    def wide(x):
-        return jnp.broadcast_to(x, (*shape, x.shape[-1]))
-
-    return jnp.concatenate([wide(a), wide(b)], axis=-1)
+    wide = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (a, b)]
+    return jnp.concatenate(wide, axis=-1)
 
 
 def _markov_table(config: DSparkConfig) -> dict[str, ParamSpec]:
@@ -218,12 +215,9 @@ def without_step(head: LoadedHead) -> LoadedHead:
         isinstance(head.config, (DSparkConfig, TreeFlashConfig)),
         f"{head.name} has no step of DSpark or TreeFlash that could be left out",
     )
-    own = {field.name for field in dataclasses.fields(DFlashConfig)}
-    kept = {name: value for name, value in vars(head.config).items() if name in own}
-
-    def is_block(name):
-        return name != "step" and not name.startswith("confidence")
-
-    params = {name: w for name, w in head.params.items() if is_block(name)}
+    own = (field.name for field in dataclasses.fields(DFlashConfig))
+    config = DFlashConfig(**{name: getattr(head.config, name) for name in own})
+    left_out = ("step", "confidence", "confidence_bias")
+    params = {name: w for name, w in head.params.items() if name not in left_out}
     name = f"{head.name} without its step"
-    return LoadedHead(name, DFlashConfig(**kept), params, stated_length=head.stated_length)
+    return LoadedHead(name, config, params, stated_length=head.stated_length)

@@ -26,10 +26,8 @@ class WholeState:
         def rows(axes):
             return P(*(name if name == "batch" else None for name in axes))
 
-        def is_axes(x):
-            return isinstance(x, P)
-
-        return WholeState(jax.tree.map(rows, state_axes(self.state), is_leaf=is_axes))
+        axes = state_axes(self.state)
+        return WholeState(jax.tree.map(rows, axes, is_leaf=lambda x: isinstance(x, P)))
 
 
 @functools.cache

@@ -325,11 +325,8 @@ def peagle_loss(
     size = blocks_at_once(batch.tokens, anchors, K, config.layer)
     rest = cut_chunks(anchors, 1, size), cut_chunks(is_counted, 1, size)
     others, sums, _ = sum_chunks(chunk, (trained, x, context), (), rest)
-
-    def set_first(x, of_first):
-        return x.at[0].set(of_first[0])
-
-    by_step = jax.tree.map(set_first, Mean(sums["loss"], own), first["loss_by_step"])
+    both = Mean(sums["loss"], own), first["loss_by_step"]
+    by_step = jax.tree.map(lambda x, of_first: x.at[0].set(of_first[0]), *both)
     terms = first["terms"] | {"drafts": Mean(later * sums["loss"], own)}
     accept = Mean(sums["hits"], sums["reached"])
     figures = {"terms": terms, "loss_by_step": by_step, "teacher_forced_accept": accept}

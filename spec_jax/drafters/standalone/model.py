@@ -120,10 +120,9 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
             fed = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
             return model.forward(params, fed, cache).cache.commit(lag(cache))
 
-        def is_lagging(cache):
-            return (lag(cache) > 0).any()
-
-        return state.replace(cache=jax.lax.while_loop(is_lagging, feed_next, state.cache))
+        start = state.cache
+        cache = jax.lax.while_loop(lambda cache: (lag(cache) > 0).any(), feed_next, start)
+        return state.replace(cache=cache)
 
     def insert_row(state, row, other):
         fed_at = state.fed_at if tree is None else state.fed_at.at[row].set(other.fed_at[0])
