@@ -55,11 +55,8 @@ def context_keys(
     """
     states = context_states(head, features, config)
     window = Window.after(config.layer, None, *states.shape[:2], begins=begins)
-
-    def one(i):
-        return keys_values(head["layers"][str(i)], states, window, config.layer)
-
-    return tuple(one(i) for i in range(config.layer.num_hidden_layers))
+    layers = (head["layers"][str(i)] for i in range(config.num_layers))
+    return tuple(keys_values(layer, states, window, config.layer) for layer in layers)
 
 
 def states_at(
