@@ -201,7 +201,12 @@ def load_draft(
         draft's heads, the name is that of a method that copies tokens, or ``max_length`` is no
         integer above 0.
     """
-    _check_has_config(target)
+    check_loaded("target", target, LoadedModel)
+    if target.config is None:
+        raise ConfigError(
+            f"target {target.name} has no config to check a head against; load the target with "
+            "load_model(path)"
+        )
     _check_has_weights(name_or_path, method)
     if max_length is not None:
         check_integer("max_length", max_length, 1)
@@ -414,15 +419,6 @@ def _explain_a_draft(name: str | pathlib.Path, directory: pathlib.Path, error: E
             f"{name} is a draft of the kind {kind.name!r}, not a model; load it with "
             f"load_draft({str(name)!r}, target)"
         ) from error
-
-
-def _check_has_config(target: LoadedModel) -> None:
-    check_loaded("target", target, LoadedModel)
-    if target.config is None:
-        raise ConfigError(
-            f"target {target.name} has no config to check a head against; load the target with "
-            "load_model(path)"
-        )
 
 
 def _check_dtype(dtype) -> jnp.dtype:

@@ -8,7 +8,7 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -91,7 +91,12 @@ def load_pretrained(
         stored = renamed(unfused(stored), family_of(config).prefixes)
         own = {name: x for name, x in stored.items() if not _is_of_module(name, hf, config)}
         if has_blocks(hf):
-            _check_has_scales(directory, stored)
+            if not any(name.endswith(SCALE) for name in stored):
+                raise ConfigError(
+                    f"{directory / 'config.json'} has a quantization_config: blocks of {METHOD}, "
+                    "yet no tensor has scales; if the weights are plain, remove "
+                    "quantization_config from the file"
+                )
             own = dequantised(directory, own, block_of(hf))
         tensors = StrictReader(directory, own, integers_of(config))
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
@@ -106,15 +111,6 @@ def load_pretrained(
         tensors.finish()
         params = jax.tree.map(read_onto, weights, *([] if where is None else [where]))
     return params, config
-
-
-def _check_has_scales(directory: pathlib.Path, names: Iterable[str]) -> None:
-    """Refuses a quantization_config of weights that have no scales."""
-    if not any(name.endswith(SCALE) for name in names):
-        raise ConfigError(
-            f"{directory / 'config.json'} has a quantization_config: blocks of {METHOD}, yet no "
-            "tensor has scales; if the weights are plain, remove quantization_config from the file"
-        )
 
 
 def _is_of_module(name: str, hf: Mapping[str, Any], config: AnyConfig) -> bool:

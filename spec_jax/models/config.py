@@ -68,7 +68,22 @@ def with_attention(config: T, attention: str | None) -> T:
     raise ConfigError(f"attention is {attention!r}; layers of a {kind} know 'auto' alone")
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LENGTH = "original_max_position_embeddings"
+_MSCALES = ("mscale", "mscale_all_dim")
+_ROPE_FIELDS = {  # those that each rope_type uses, beside the type and the base
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": (
+        "factor",
+        _LENGTH,
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        *_MSCALES,
+        "truncate",
+    ),
+}
 EPS_RANGE = (0, 1)  # of the epsilon of a norm
 # What float32 frequencies can be computed from.
 _ROPE_RANGES = {
@@ -150,11 +165,11 @@ class RopeConfig:
     __repr__ = short_repr()
 
     def __post_init__(self):
-        check_known("rope_type", self.rope_type, ROPE_TYPES)
+        check_known("rope_type", self.rope_type, _ROPE_FIELDS)
         check_ranges(self, **_ROPE_RANGES)
         check_fields(self)
         if self.original_max_position_embeddings is not None:
-            check_sizes(self, "original_max_position_embeddings")
+            check_sizes(self, _LENGTH)
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"low_freq_factor is {self.low_freq_factor} and high_freq_factor "
@@ -162,9 +177,7 @@ class RopeConfig:
             )
         needs_length = self.rope_type in ("llama3", "yarn")
         if needs_length and self.original_max_position_embeddings is None:
-            raise ConfigError(
-                f"rope_type {self.rope_type!r} needs original_max_position_embeddings"
-            )
+            raise ConfigError(f"rope_type {self.rope_type!r} needs {_LENGTH}")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
@@ -188,12 +201,11 @@ class RopeConfig:
         raw["rope_type"] = next((kind for kind in kinds if kind is not None), None)
         if is_number(raw.get("partial_rotary_factor")) and raw["partial_rotary_factor"] == 1:
             del raw["partial_rotary_factor"]
-        length = "original_max_position_embeddings"
-        if raw["rope_type"] in ("llama3", "yarn") and hf.get(length) is not None:
-            raw[length] = hf[length]  # at the top it takes precedence
+        if raw["rope_type"] in ("llama3", "yarn") and hf.get(_LENGTH) is not None:
+            raw[_LENGTH] = hf[_LENGTH]  # at the top it takes precedence
         if raw["rope_type"] == "yarn":
             # Without an original length, the maximum length of the model is meant.
-            raw.setdefault(length, hf.get("max_position_embeddings"))
+            raw.setdefault(_LENGTH, hf.get("max_position_embeddings"))
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(raw) - known)
         if unknown:
@@ -201,7 +213,7 @@ class RopeConfig:
                 f"rope parameters {', '.join(unknown):.80} are not supported for rope_type "
                 f"{shown(raw['rope_type'])}"
             )
-        if raw["rope_type"] in ROPE_TYPES[1:] and raw.get("factor") is None:
+        if raw["rope_type"] in [*_ROPE_FIELDS][1:] and raw.get("factor") is None:
             raise ConfigError(f"rope_type {shown(raw['rope_type'])} needs a factor")
         names = ("rope_theta", "truncate")
         names += ("low_freq_factor", "high_freq_factor") if raw["rope_type"] == "llama3" else ()
@@ -212,27 +224,7 @@ class RopeConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the fields that this ``rope_type`` uses, as ``rope_parameters`` holds them."""
-        names = {
-            "default": (),
-            "linear": ("factor",),
-            "llama3": (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            ),
-            "yarn": (
-                "factor",
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            ),
-        }[self.rope_type]
-        fields = ("rope_type", "rope_theta", *names)
+        fields = ("rope_type", "rope_theta", *_ROPE_FIELDS[self.rope_type])
         return {n: getattr(self, n) for n in fields if getattr(self, n) is not None}
 
     def spellings(self) -> dict[str, Any]:

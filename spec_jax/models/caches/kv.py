@@ -210,9 +210,8 @@ class KVCache(Snapshotted):
     def axes(self) -> KVCache:
         """The logical axes of the arrays, see ``sharding``."""
         axes = self._array_axes
-        arrays = axes if self.is_stacked else (axes,) * len(self.keys)
-        values = None if self.values is None else arrays
-        return self.replace(keys=arrays, values=values, length=P("batch"))
+        keys, values = jax.tree.map(lambda x: axes, (self.keys, self.values))
+        return self.replace(keys=keys, values=values, length=P("batch"))
 
     @property
     def _array_axes(self) -> P:

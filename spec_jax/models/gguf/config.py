@@ -168,21 +168,19 @@ def _plain(header: Header, key: str, value: Any) -> Any:
 
 def _check_read(header: Header, architecture: str, said: Mapping[str, Any]) -> None:
     """Refuses fields that may change what the model computes and are not read."""
+    longest = said.get("context_length")
     for key, value in said.items():
         known = key in (*_KEYS, *_CHECKED, *_UNUSED) or (key in _IDLE and value == _IDLE[key])
         if architecture != "qwen3moe" and key.startswith("expert_"):
             known = value == 0
-        if known or (key == "attention.sliding_window" and _sees_all(value, said)):
+        if key == "attention.sliding_window":
+            known = value == 0 or (is_integer(value) and is_integer(longest) and value >= longest)
+        if known:
             continue
         expected = f"; expected {_IDLE[key]!r}" if key in _IDLE else ""
         raise ConfigError(
             f"{header.path}: {architecture}.{key} is {shown(value)}, which is not read{expected}"
         )
-
-
-def _sees_all(window: Any, said: Mapping[str, Any]) -> bool:
-    longest = said.get("context_length")
-    return window == 0 or (is_integer(window) and is_integer(longest) and window >= longest)
 
 
 def _rope_scaling(header: Header, said: Mapping[str, Any], head_dim: Any) -> dict[str, Any] | None:
