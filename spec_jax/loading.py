@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from spec_jax import hub, zoo
 from spec_jax.config import METHODS, check_integer
+from spec_jax.config.checks import check
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.drafters.loaded import LoadedHead
@@ -24,6 +25,7 @@ from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError, did_you_mean
 from spec_jax.meshes import to_mesh
 from spec_jax.models import checkpoint, gguf, transformer
+from spec_jax.models.checks import require
 from spec_jax.models.config import with_attention
 from spec_jax.models.families import read_config
 from spec_jax.models.files import exists, foreign_files, read_json
@@ -202,11 +204,8 @@ def load_draft(
         integer above 0.
     """
     check_loaded("target", target, LoadedModel)
-    if target.config is None:
-        raise ConfigError(
-            f"target {target.name} has no config to check a head against; load the target with "
-            "load_model(path)"
-        )
+    why = "no config to check a head against; load the target with load_model(path)"
+    require(target.config is not None, f"target {target.name} has {why}")
     _check_has_weights(name_or_path, method)
     if max_length is not None:
         check_integer("max_length", max_length, 1)
@@ -214,17 +213,15 @@ def load_draft(
     kind = registry.find(method) if method is not None else _detect(name_or_path, target)
     dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
     if kind.drafting.draft == "model":
-        if overrides:
-            raise ConfigError(f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
+        require(not overrides, f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
         where = dict(mesh=mesh, axis_rules=axis_rules)
         model = load_model(name_or_path, dtype, attention=attention, **where)
         if max_length is not None:
             model = dataclasses.replace(model, model=model.model._replace(max_length=max_length))
         return dataclasses.replace(model, method=kind.name)
-    if kind.format.read is None:
-        raise ConfigError(
-            f"method {kind.name!r} has no weights to load: the format of its kind has no `read`"
-        )
+    is_read = kind.format.read is not None
+    message = f"method {kind.name!r} has no weights to load: the format of its kind has no `read`"
+    require(is_read, message)
     in_parts = mesh is not None and kind.format.reads_sharded
     where = {"mesh": mesh, "axis_rules": axis_rules} if in_parts else {}
     as_stated, notes = _with_stated_padding(directory, target)
@@ -426,6 +423,5 @@ def _check_dtype(dtype) -> jnp.dtype:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = dtype
-    if name not in DTYPES:
-        raise ConfigError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    check(name in DTYPES, "dtype", name, f"one of {', '.join(DTYPES)}")
     return jnp.dtype(name)

@@ -35,12 +35,13 @@ from spec_jax.models.checks import (
     check,
     integers_of,
     is_integer,
+    naming,
     require,
     shown,
     stated_flag,
     stated_object,
 )
-from spec_jax.models.files import check_not_quantised, naming, read_json, write_json, write_once
+from spec_jax.models.files import check_not_quantised, read_json, write_json, write_once
 from spec_jax.models.loaded import LoadedModel, family_name
 from spec_jax.models.params import Params, flat_table, nest, table_placement
 from spec_jax.models.parts import Tensor, holds_for_parts, part_at, read_onto, read_parts, stack

@@ -6,8 +6,10 @@ which it means something.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spec_jax.config.checks import MAX_INT, check, is_integer, is_number, shown
@@ -28,6 +30,15 @@ def require(is_met: bool, message: str) -> None:
     """Raises a ConfigError with this message unless a condition is met."""
     if not is_met:
         raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def naming(file: pathlib.Path | str) -> Iterator[None]:
+    """Puts the name of a file before the message of a ConfigError that is raised within."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _kind_of(field: dataclasses.Field) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from spec_jax.models.checks import (
     check_supported,
     is_integer,
     is_number,
+    require,
     shown,
     stated_flag,
     stated_object,
@@ -112,8 +113,7 @@ def check_sees_all(hf: Mapping[str, Any], *, is_head: bool = False) -> None:
     window = hf.get("sliding_window")
     kind = hf.get("model_type")
     has_flag = kind in _FLAGGED or hf.get("use_sliding_window") is not None
-    if kinds is not None and not isinstance(kinds, (list, tuple)):
-        raise ConfigError(f"layer_types is {shown(kinds)}; expected a list")
+    check(kinds is None or isinstance(kinds, (list, tuple)), "layer_types", kinds, "a list")
     others = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
     if others:
         said = f"layer_types names {', '.join(others):.80}"
@@ -170,14 +170,14 @@ class RopeConfig:
         check_fields(self)
         if self.original_max_position_embeddings is not None:
             check_sizes(self, _LENGTH)
-        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError(
-                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor "
-                f"{self.high_freq_factor}; expected the first to be smaller"
-            )
-        needs_length = self.rope_type in ("llama3", "yarn")
-        if needs_length and self.original_max_position_embeddings is None:
-            raise ConfigError(f"rope_type {self.rope_type!r} needs {_LENGTH}")
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        said = f"low_freq_factor is {low} and high_freq_factor {high}"
+        is_fit = self.rope_type != "llama3" or low < high
+        require(is_fit, f"{said}; expected the first to be smaller")
+        has_length = self.original_max_position_embeddings is not None
+        is_known = has_length or self.rope_type not in ("llama3", "yarn")
+        require(is_known, f"rope_type {self.rope_type!r} needs {_LENGTH}")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
@@ -208,13 +208,11 @@ class RopeConfig:
             raw.setdefault(_LENGTH, hf.get("max_position_embeddings"))
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(raw) - known)
-        if unknown:
-            raise ConfigError(
-                f"rope parameters {', '.join(unknown):.80} are not supported for rope_type "
-                f"{shown(raw['rope_type'])}"
-            )
-        if raw["rope_type"] in [*_ROPE_FIELDS][1:] and raw.get("factor") is None:
-            raise ConfigError(f"rope_type {shown(raw['rope_type'])} needs a factor")
+        kind = f"rope_type {shown(raw['rope_type'])}"
+        listed = ", ".join(unknown)
+        require(not unknown, f"rope parameters {listed:.80} are not supported for {kind}")
+        is_scaled = raw["rope_type"] in [*_ROPE_FIELDS][1:]
+        require(not is_scaled or raw.get("factor") is not None, f"{kind} needs a factor")
         names = ("rope_theta", "truncate")
         names += ("low_freq_factor", "high_freq_factor") if raw["rope_type"] == "llama3" else ()
         check_nulls(cls, {name: raw[name] for name in names if name in raw})
@@ -260,9 +258,8 @@ def from_fields(cls: type[T], hf: Mapping[str, Any]) -> T:
 
     needed = {field.name for field in filter(is_needed, dataclasses.fields(cls))}
     missing = sorted(needed - set(read))
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ConfigError(f"{', '.join(missing)} {verb} missing")
+    verb = "is" if len(missing) == 1 else "are"
+    require(not missing, f"{', '.join(missing)} {verb} missing")
     read = as_declared(cls, read)
     try:
         return cls(**read, **({"rope": RopeConfig.from_hf(hf)} if "rope" in names else {}))
@@ -403,16 +400,10 @@ class EqualHeads(AttentionConfig):
         D = self.hidden_size
         N = self.num_attention_heads
         G = self.num_key_value_heads
-        if N % G:
-            raise ConfigError(
-                f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}"
-            )
+        require(N % G == 0, f"num_attention_heads {N} is not a multiple of num_key_value_heads {G}")
         if self.head_dim is None:
-            if D % N:
-                raise ConfigError(
-                    f"hidden_size {D} is not a multiple of num_attention_heads {N}, and head_dim "
-                    "is not given"
-                )
+            why = f"is not a multiple of num_attention_heads {N}, and head_dim is not given"
+            require(D % N == 0, f"hidden_size {D} {why}")
             object.__setattr__(self, "head_dim", D // N)
 
 
@@ -430,11 +421,10 @@ class PartialRotary(EqualHeads):
     def settle_heads(self) -> None:
         """Also checks that the rotated part is neither empty, odd nor larger than the head."""
         super().settle_heads()
-        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ConfigError(
-                f"partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
-                f"{self.head_dim} dimensions; expected an even number"
-            )
+        H = self.rotary_dim
+        turned = f"partial_rotary_factor {self.partial_rotary_factor} turns {H} of {self.head_dim}"
+        is_fit = 0 < H <= self.head_dim and H % 2 == 0
+        require(is_fit, f"{turned} dimensions; expected an even number")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -481,8 +471,10 @@ class ModelConfig(EqualHeads):
         if self.model_type == "qwen2":  # whatever the field says
             object.__setattr__(self, "attention_bias", True)
         self.settle_heads()
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs it even")
+        require(
+            self.head_dim % 2 == 0,
+            f"head_dim {self.head_dim} is odd; rotary embedding needs it even",
+        )
 
     @property
     def has_qk_norm(self) -> bool:
@@ -512,8 +504,9 @@ class ModelConfig(EqualHeads):
         hf = {**_LEFT_OUT.get(hf["model_type"], {}), **hf}
         check_sees_all(hf)
         name = _NO_NULL.get(hf["model_type"])
-        if name is not None and hf[name] is None:
-            raise ConfigError(f"{name} is null; expected a positive integer")
+        require(
+            name is None or hf[name] is not None, f"{name} is null; expected a positive integer"
+        )
         return super().from_hf({**hf, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:

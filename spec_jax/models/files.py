@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spec_jax import processes
@@ -56,15 +55,6 @@ def read_text(file: pathlib.Path) -> str:
     if (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"it has {size} bytes; expected at most {MAX_BYTES}")
     return file.read_text(encoding="utf-8")
-
-
-@contextlib.contextmanager
-def naming(file: pathlib.Path) -> Iterator[None]:
-    """Puts the name of a file before the message of a ConfigError that is raised within."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def exists(file: pathlib.Path) -> bool:

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Model
-from spec_jax.errors import ConfigError
 from spec_jax.meshes import mesh_of, mesh_text, to_mesh
+from spec_jax.models.checks import naming, require
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import Params, head_counts, num_params, param_table, placement
@@ -75,8 +75,9 @@ class LoadedModel(ReprMixin):
         """
         if not variables:
             return self
-        if self.tokenizer is None:
-            raise ConfigError(f"{self.name} has no tokenizer, so it has no chat template")
+        require(
+            self.tokenizer is not None, f"{self.name} has no tokenizer, so it has no chat template"
+        )
         tokenizer = self.tokenizer.with_chat_template_kwargs(variables)
         return dataclasses.replace(self, tokenizer=tokenizer)
 
@@ -86,15 +87,11 @@ class LoadedModel(ReprMixin):
         Raises:
           ConfigError: there is no such file, or it states an option that is not supported.
         """
-        if self.generation_config is None:
-            raise ConfigError(
-                f"{self.name} has no generation_config.json, which sampler='model' reads; give a "
-                "SamplerConfig"
-            )
-        try:
+        why = "which sampler='model' reads; give a SamplerConfig"
+        has_file = self.generation_config is not None
+        require(has_file, f"{self.name} has no generation_config.json, {why}")
+        with naming(f"generation_config.json of {self.name}"):
             return SamplerConfig.from_generation_config(self.generation_config)
-        except ConfigError as error:
-            raise ConfigError(f"generation_config.json of {self.name}: {error}") from error
 
     def on_mesh(self, mesh: Mesh | str, axis_rules: AxisRules = SHARDED) -> LoadedModel:
         """Returns the model with its weights on a mesh, replicated for a model without a config.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spec_jax.errors import ConfigError
+from spec_jax.models.checks import require
 from spec_jax.models.specs import ParamSpec, gated_specs
 from spec_jax.sharding import ambient, shard_map_over, spec
 
@@ -78,16 +78,13 @@ def check_groups(config: Any) -> None:
     X = config.n_routed_experts
     groups = config.n_group
     kept = config.topk_group
-    if X % groups or kept > groups:
-        raise ConfigError(
-            f"n_routed_experts {X} cannot be split into n_group {groups} of which topk_group "
-            f"{kept} are kept"
-        )
-    if config.num_experts_per_tok > X // groups * kept:
-        raise ConfigError(
-            f"num_experts_per_tok is {config.num_experts_per_tok}; the {kept} groups kept have "
-            f"{X // groups * kept} experts"
-        )
+    split = f"n_group {groups} of which topk_group {kept} are kept"
+    is_split = X % groups == 0 and kept <= groups
+    require(is_split, f"n_routed_experts {X} cannot be split into {split}")
+    chosen = config.num_experts_per_tok
+    held = X // groups * kept
+    message = f"num_experts_per_tok is {chosen}; the {kept} groups kept have {held} experts"
+    require(chosen <= held, message)
 
 
 def mix_experts(

@@ -15,6 +15,7 @@ import tokenizers
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import gguf
 from spec_jax.models.added_tokens import DECODER, add_stated_tokens
+from spec_jax.models.checks import naming
 from spec_jax.models.detokenize import BYTE_TOKEN, Unsettled, unsettled_part
 from spec_jax.models.files import read_json, read_text
 
@@ -80,7 +81,8 @@ class Tokenizer:
         """
         directory = pathlib.Path(directory)
         if gguf.is_gguf(directory):
-            return cls(*gguf.read_tokenizer(gguf.read_header(directory)))
+            with naming(directory):
+                return cls(*gguf.read_tokenizer(gguf.read_header(directory)))
         file = directory / "tokenizer.json"
         if not file.exists():
             raise WeightsError(f"{directory} has no tokenizer.json")

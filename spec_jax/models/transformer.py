@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Cache, ForwardOutput, Model
-from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import group_of, with_group
+from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import matmul
 from spec_jax.models.families import AnyConfig, init_cache, layer_kinds, places_of
 from spec_jax.models.layers import Window, centred_norms, constrain_logits, embed_tokens, rms_norm
@@ -183,13 +183,10 @@ def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None 
       ConfigError: the model lacks one of the taps, or there are more tokens than ids.
     """
     wrong = [i for i in taps if not 0 <= i <= config.num_hidden_layers + 1]
-    if wrong:
-        raise ConfigError(
-            f"taps {wrong} do not exist: a model of {config.num_hidden_layers} layers has 0 to "
-            f"{config.num_hidden_layers + 1}"
-        )
-    if num_tokens is not None and not 0 < num_tokens <= config.vocab_size:
-        raise ConfigError(f"num_tokens is {num_tokens}; the model has {config.vocab_size} ids")
+    L = config.num_hidden_layers
+    require(not wrong, f"taps {wrong} do not exist: a model of {L} layers has 0 to {L + 1}")
+    is_fit = num_tokens is None or 0 < num_tokens <= config.vocab_size
+    require(is_fit, f"num_tokens is {num_tokens}; the model has {config.vocab_size} ids")
     is_padded = num_tokens not in (None, config.vocab_size)
 
     def unembed_tokens(params, hidden):

@@ -24,10 +24,9 @@ from jax.sharding import Mesh, Sharding
 from spec_jax.drafters.formats import End, Field, Format, HeadFormats, Reading
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import WeightsError
-from spec_jax.models.checks import check, is_integer, require, shown
+from spec_jax.models.checks import check, is_integer, naming, require, shown
 from spec_jax.models.config import check_sees_all, text_part
 from spec_jax.models.families import AnyConfig, family_of, family_of_type, module_layer
-from spec_jax.models.files import naming
 from spec_jax.models.float8 import block_of, dequantised
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.parts import Tensor

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from spec_jax.errors import ConfigError
-from spec_jax.models.checks import check_sizes, is_integer, shown
+from spec_jax.config.checks import check
+from spec_jax.models.checks import check_sizes, is_integer, require
 from spec_jax.models.config import PartialRotary
 from spec_jax.models.families.mamba2 import init_states, mixer, mixer_table, time_limits
 from spec_jax.models.families.registry import Family, LayerKind, register
@@ -52,24 +52,18 @@ class BambaConfig(PartialRotary):
             others["mamba_d_head"] = width // self.mamba_n_heads
         others["time_step_limit"] = time_limits(self.time_step_limit)
         self.settle("num_key_value_heads", "mamba_d_head", **others)
-        if self.mixer.width != width:
-            raise ConfigError(
-                f"mamba_n_heads {self.mamba_n_heads} of {self.mamba_d_head} make "
-                f"{self.mixer.width}; mamba_expand {self.mamba_expand} of hidden_size {D} asks for "
-                f"{width}"
-            )
-        if D % N:
-            raise ConfigError(f"num_attention_heads {N} must divide hidden_size {D}")
+        made = f"mamba_n_heads {self.mamba_n_heads} of {self.mamba_d_head} make {self.mixer.width}"
+        asked = f"mamba_expand {self.mamba_expand} of hidden_size {D} asks for {width}"
+        require(self.mixer.width == width, f"{made}; {asked}")
+        require(D % N == 0, f"num_attention_heads {N} must divide hidden_size {D}")
         self.settle_heads()
         L = self.num_hidden_layers
         layers = self.attn_layer_indices
         is_list = isinstance(layers, (list, tuple)) and all(map(is_integer, layers))
-        if not is_list or not set() < set(layers) < set(range(L)):
-            stated = shown(list(layers) if is_list else layers)
-            raise ConfigError(
-                f"attn_layer_indices is {stated}; expected some of the layers 0 to {L - 1}, and "
-                "not all of them"
-            )
+        stated = list(layers) if is_list else layers
+        expected = f"some of the layers 0 to {L - 1}, and not all of them"
+        is_fit = is_list and set() < set(layers) < set(range(L))
+        check(is_fit, "attn_layer_indices", stated, expected)
         object.__setattr__(self, "attn_layer_indices", tuple(sorted(set(layers))))
 
     @property

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from spec_jax.config.checks import check
 from spec_jax.contracts import Cache
-from spec_jax.errors import ConfigError
 from spec_jax.models import layers
 from spec_jax.models.caches.latent import LatentCache
-from spec_jax.models.checks import check_sizes, shown
+from spec_jax.models.checks import check_sizes, require
 from spec_jax.models.config import AttentionConfig
 from spec_jax.models.families.registry import Family, LayerKind, register
 from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
@@ -87,10 +87,8 @@ class DeepseekConfig(AttentionConfig):
     def __post_init__(self):
         groups = {n: 1 for n in ("n_group", "topk_group") if getattr(self, n) is None}
         self.settle("q_lora_rank", may_be_0="first_k_dense_replace", **groups)
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(
-                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs it even"
-            )
+        H = self.qk_rope_head_dim
+        require(H % 2 == 0, f"qk_rope_head_dim {H} is odd; rotary embedding needs it even")
         if self.num_dense_layers:
             check_sizes(self, "intermediate_size")
         if not self.is_sparse:
@@ -162,10 +160,8 @@ class DeepseekConfig(AttentionConfig):
         if kinds is not None:  # as GLM states it
             is_list = isinstance(kinds, list) and len(kinds) == hf.get("num_hidden_layers")
             dense = kinds.count("dense") if is_list else 0
-            if not is_list or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-                raise ConfigError(
-                    f"mlp_layer_types is {shown(kinds)}; expected dense layers, then sparse ones"
-                )
+            is_fit = is_list and kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense)
+            check(is_fit, "mlp_layer_types", kinds, "dense layers, then sparse ones")
             hf = {**hf, "first_k_dense_replace": dense}
         return super().from_hf(hf)
 

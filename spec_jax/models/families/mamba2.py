@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check
 from spec_jax.models.caches.state import StateCache
-from spec_jax.models.checks import check_ranges, shown
+from spec_jax.models.checks import check_ranges, require
 from spec_jax.models.config import EPS_RANGE, AnyConfig, RopeConfig
 from spec_jax.models.families.registry import Family, register
 from spec_jax.models.layers import Window, check_one_document, linear, rms_norm
@@ -37,10 +37,7 @@ def time_limits(value: Any) -> tuple[float, float]:
     except (TypeError, ValueError, OverflowError):
         low = 1.0
         high = 0.0
-    if not 0 <= low < high:
-        raise ConfigError(
-            f"time_step_limit is {shown(value)}; expected two numbers, ascending from 0"
-        )
+    check(0 <= low < high, "time_step_limit", value, "two numbers, ascending from 0")
     return low, high
 
 
@@ -70,12 +67,10 @@ class Mamba2Config(AnyConfig):
     def __post_init__(self):
         check_ranges(self, layer_norm_epsilon=EPS_RANGE)
         self.settle(time_step_limit=time_limits(self.time_step_limit))
-        if self.mixer.width != int(self.expand * self.hidden_size):
-            raise ConfigError(
-                f"num_heads {self.num_heads} of head_dim {self.head_dim} make {self.mixer.width}; "
-                f"expand {self.expand} of hidden_size {self.hidden_size} asks for "
-                f"{int(self.expand * self.hidden_size)}"
-            )
+        width = int(self.expand * self.hidden_size)
+        made = f"num_heads {self.num_heads} of head_dim {self.head_dim} make {self.mixer.width}"
+        asked = f"expand {self.expand} of hidden_size {self.hidden_size} asks for {width}"
+        require(self.mixer.width == width, f"{made}; {asked}")
 
     @property
     def mixer(self) -> MixerConfig:

@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from spec_jax.errors import ConfigError
-from spec_jax.models.checks import check_sizes
+from spec_jax.models.checks import check_sizes, require
 from spec_jax.models.config import text_part
 from spec_jax.models.families.qwen3_next import (
     DeltaConfig,
@@ -78,8 +77,8 @@ class Qwen35Config(DeltaConfig):
         is_sparse = "moe" in str(hf.get("model_type"))
         for name in ("intermediate_size",) if is_sparse else _SPARSE:
             hf.pop(name, None)  # of the other kind, where a config states both
-        if is_sparse and hf.get("num_experts") is None:
-            raise ConfigError("num_experts is missing")
+        has_experts = hf.get("num_experts") is not None
+        require(has_experts or not is_sparse, "num_experts is missing")
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(hf.get(name), Mapping):
                 hf[name] = {n: x for n, x in hf[name].items() if n not in _MROPE}

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from spec_jax.errors import ConfigError
+from spec_jax.config.checks import check
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import check_sizes, shown
+from spec_jax.models.checks import check_sizes, require, shown
 from spec_jax.models.config import PartialRotary
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
@@ -69,21 +69,16 @@ class DeltaConfig(PartialRotary):
             check_sizes(self, *_LINEAR)
             many = self.linear_num_value_heads
             few = self.linear_num_key_heads
-            if many % few:
-                raise ConfigError(
-                    f"linear_num_value_heads {many} is not a multiple of linear_num_key_heads {few}"
-                )
+            why = f"is not a multiple of linear_num_key_heads {few}"
+            require(many % few == 0, f"linear_num_value_heads {many} {why}")
         L = self.num_hidden_layers
         stated = self.layer_types
         if stated == ():
             stated = [LINEAR if self.has_states and (i + 1) % 4 else FULL for i in range(L)]
         known = (LINEAR, FULL) if self.has_states else (FULL,)
         is_list = isinstance(stated, (list, tuple)) and all(kind in known for kind in stated)
-        if not is_list or len(stated) != L:
-            raise ConfigError(
-                f"layer_types is {shown(stated)}; expected {' or '.join(known)} for each of "
-                f"{L} layers"
-            )
+        expected = f"{' or '.join(known)} for each of {L} layers"
+        check(is_list and len(stated) == L, "layer_types", stated, expected)
         object.__setattr__(self, "layer_types", tuple(stated))
 
     @property
@@ -119,10 +114,10 @@ class DeltaConfig(PartialRotary):
           ConfigError: they do, or a field is missing or wrong.
         """
         every = hf.get("full_attention_interval")
-        if hf.get("layer_types") is None and every not in (None, 4):
-            raise ConfigError(
-                f"full_attention_interval is {shown(every)} without layer_types; expected 4"
-            )
+        is_fit = hf.get("layer_types") is not None or every in (None, 4)
+        require(
+            is_fit, f"full_attention_interval is {shown(every)} without layer_types; expected 4"
+        )
         return super().from_hf(hf)
 
 

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.groups import GroupedCache
 from spec_jax.models.caches.kv import KVCache
-from spec_jax.models.checks import shown, stop_tokens
+from spec_jax.models.checks import naming, require, shown, stop_tokens
 from spec_jax.models.config import AnyConfig, text_part
-from spec_jax.models.files import check_not_quantised, exists, naming, read_json
+from spec_jax.models.files import check_not_quantised, exists, read_json
 from spec_jax.models.float8 import has_blocks
 from spec_jax.models.specs import ParamSpec
 
@@ -100,18 +100,16 @@ def register(family: Family) -> None:
       ConfigError: another family reads one of its model types, or it has MTP modules and does not
         state which state they recycle.
     """
-    if family.mtp_formats and not isinstance(family.recycles_normed, bool):
-        raise ConfigError(
-            f"the family of {family.config.__name__} has mtp_formats, so its recycles_normed must "
-            "be True or False"
-        )
+    name = family.config.__name__
+    is_stated = isinstance(family.recycles_normed, bool) or not family.mtp_formats
+    why = "has mtp_formats, so its recycles_normed must be True or False"
+    require(is_stated, f"the family of {name} {why}")
     for other in _FAMILIES.values():
         shared = sorted(set(family.model_types) & set(other.model_types))
-        if shared and other.config is not family.config:
-            raise ConfigError(
-                f"model_type {', '.join(shared)} is read by {other.config.__name__}; "
-                f"{family.config.__name__} needs another"
-            )
+        is_free = not shared or other.config is family.config
+        reader = other.config.__name__
+        message = f"model_type {', '.join(shared)} is read by {reader}; {name} needs another"
+        require(is_free, message)
     _FAMILIES[family.config] = family
 
 

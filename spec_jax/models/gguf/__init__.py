@@ -14,6 +14,7 @@ import pathlib
 from typing import Any
 
 from spec_jax.errors import WeightsError
+from spec_jax.models.checks import naming
 from spec_jax.models.gguf.config import config_json, head_counts, source_text, token_ids
 from spec_jax.models.gguf.header import SUFFIX, Header, read_header
 from spec_jax.models.gguf.tensors import places, tensors_of
@@ -82,10 +83,12 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
       ConfigError: the model is not supported.
       WeightsError: the GGUF file cannot be read.
     """
-    return _JSON[file.name](read_header(file.parent))
+    with naming(file.parent):
+        return _JSON[file.name](read_header(file.parent))
 
 
 def open_tensors(path: pathlib.Path) -> dict[str, Tensor]:
     """Returns the weights of a GGUF file, see ``read_json`` for what is refused."""
     header = read_header(path)
-    return tensors_of(header, head_counts(header, config_json(header)))
+    with naming(path):
+        return tensors_of(header, head_counts(config_json(header)))

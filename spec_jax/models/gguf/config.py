@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from spec_jax.config.checks import check
 from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.checks import is_integer, shown
+from spec_jax.models.checks import is_integer, require, shown
 from spec_jax.models.config import RopeConfig
 from spec_jax.models.gguf.header import Header
 from spec_jax.models.gguf.tensors import ROPE_FACTORS, read_part
@@ -68,23 +69,21 @@ def config_json(header: Header) -> dict[str, Any]:
     """
     fields = header.fields
     architecture = fields.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _MODEL_TYPES:
-        raise ConfigError(
-            f"{header.path}: general.architecture is {shown(architecture)}; supported: "
-            f"{', '.join(_MODEL_TYPES)}"
-        )
+    supported = ", ".join(_MODEL_TYPES)
+    is_known = isinstance(architecture, str) and architecture in _MODEL_TYPES
+    message = f"general.architecture is {shown(architecture)}; supported: {supported}"
+    require(is_known, message)
     said = {
-        key.removeprefix(f"{architecture}."): _plain(header, key, value)
+        key.removeprefix(f"{architecture}."): _plain(key, value)
         for key, value in fields.items()
         if key.startswith(f"{architecture}.")
     }
-    _check_read(header, architecture, said)
+    _check_read(architecture, said)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise WeightsError(f"{header.path}: tensor token_embd.weight is missing")
     for key in list(_KEYS)[:6]:
-        if key not in said:
-            raise ConfigError(f"{header.path}: {architecture}.{key} is missing")
+        require(key in said, f"{architecture}.{key} is missing")
     hf = {ours: said[key] for key, ours in _KEYS.items() if key in said}
     hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
     head_dim = hf.get("head_dim", said.get("rope.dimension_count"))
@@ -92,11 +91,9 @@ def config_json(header: Header) -> dict[str, Any]:
     if head_dim is None and all(is_integer(size, 1) for size in sizes):
         head_dim = sizes[0] // sizes[1]
     for key in ("rope.dimension_count", "attention.value_length"):
-        if said.get(key, head_dim) != head_dim:
-            raise ConfigError(
-                f"{header.path}: {architecture}.{key} is {shown(said[key])}; expected that of a "
-                f"whole head, {shown(head_dim)}"
-            )
+        value = said.get(key, head_dim)
+        expected = f"that of a whole head, {shown(head_dim)}"
+        check(value == head_dim, f"{architecture}.{key}", value, expected)
     return {
         **hf,
         **({} if head_dim is None else {"head_dim": head_dim}),
@@ -120,8 +117,7 @@ def token_ids(header: Header) -> dict[str, Any]:
     """
     stated = {n: header.fields.get(f"tokenizer.ggml.{n}_token_id") for n in ("bos", *STOPS)}
     for name, value in stated.items():
-        if value is not None and not is_integer(value):
-            raise ConfigError(f"{header.path}: {name}_token_id is {shown(value)}; expected an id")
+        check(value is None or is_integer(value), f"{name}_token_id", value, "an id")
     stops = dict.fromkeys(stated[name] for name in STOPS if stated[name] is not None)
     return {"bos_token_id": stated["bos"], "eos_token_id": list(stops) or None}
 
@@ -134,12 +130,11 @@ def source_text(header: Header) -> str:
     return ", ".join(map("".join, texts)) or "not stated"
 
 
-def head_counts(header: Header, hf: Mapping[str, Any]) -> dict[str, int]:
+def head_counts(hf: Mapping[str, Any]) -> dict[str, int]:
     """Returns the heads of the tensors whose rows the file holds in pairs, see ``tensors_of``.
 
     Args:
-      header: of the file.
-      hf: its config.json.
+      hf: the file's config.json.
 
     Raises:
       ConfigError: the file does not say how many heads there are.
@@ -149,24 +144,21 @@ def head_counts(header: Header, hf: Mapping[str, Any]) -> dict[str, int]:
     queries = hf.get("num_attention_heads")
     keys = hf.get("num_key_value_heads", queries)
     for count in (queries, keys):
-        if not is_integer(count, 1):
-            raise ConfigError(f"{header.path}: the number of heads is {shown(count)}")
+        require(is_integer(count, 1), f"the number of heads is {shown(count)}")
     return {"attn_q": queries, "attn_k": keys}
 
 
-def _plain(header: Header, key: str, value: Any) -> Any:
+def _plain(key: str, value: Any) -> Any:
     """A value as JSON has it; a float32 as the shortest decimal that rounds to it."""
-    if isinstance(value, (np.ndarray, list)) and len(value) > _MAX_VALUES:
-        raise ConfigError(
-            f"{header.path}: {key} is a list of {len(value)} values, which is not read"
-        )
+    size = len(value) if isinstance(value, (np.ndarray, list)) else 0
+    require(size <= _MAX_VALUES, f"{key} is a list of {size} values, which is not read")
     if isinstance(value, np.ndarray):
         return value.tolist()
     with np.errstate(over="ignore"):
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _check_read(header: Header, architecture: str, said: Mapping[str, Any]) -> None:
+def _check_read(architecture: str, said: Mapping[str, Any]) -> None:
     """Refuses fields that may change what the model computes and are not read."""
     longest = said.get("context_length")
     for key, value in said.items():
@@ -175,12 +167,8 @@ def _check_read(header: Header, architecture: str, said: Mapping[str, Any]) -> N
             known = value == 0
         if key == "attention.sliding_window":
             known = value == 0 or (is_integer(value) and is_integer(longest) and value >= longest)
-        if known:
-            continue
         expected = f"; expected {_IDLE[key]!r}" if key in _IDLE else ""
-        raise ConfigError(
-            f"{header.path}: {architecture}.{key} is {shown(value)}, which is not read{expected}"
-        )
+        require(known, f"{architecture}.{key} is {shown(value)}, which is not read{expected}")
 
 
 def _rope_scaling(header: Header, said: Mapping[str, Any], head_dim: Any) -> dict[str, Any] | None:
@@ -190,8 +178,7 @@ def _rope_scaling(header: Header, said: Mapping[str, Any], head_dim: Any) -> dic
     if kind == "linear" and factor in (None, 0, 1):
         kind = "none"
     if ROPE_FACTORS in header.tensors:
-        if kind != "none":
-            raise ConfigError(f"{header.path}: both {ROPE_FACTORS} and {kind} rotary scaling")
+        require(kind == "none", f"both {ROPE_FACTORS} and {kind} rotary scaling")
         return _llama3(header, said, head_dim)
     if kind == "none":
         return None
@@ -215,6 +202,6 @@ def _llama3(header: Header, said: Mapping[str, Any], head_dim: Any) -> dict[str,
             if np.allclose(plain / scaled, stored, rtol=1e-3):
                 return rope.spellings()["rope_scaling"]
     raise ConfigError(
-        f"{header.path}: {ROPE_FACTORS} is not that of Llama 3's rotary scaling, {_LLAMA3}, and no "
+        f"{ROPE_FACTORS} is not that of Llama 3's rotary scaling, {_LLAMA3}, and no "
         "other one is read"
     )

@@ -17,8 +17,9 @@ from tokenizers import (
     processors,
 )
 
-from spec_jax.errors import ConfigError, WeightsError
-from spec_jax.models.checks import is_integer, shown
+from spec_jax.config.checks import check
+from spec_jax.errors import WeightsError
+from spec_jax.models.checks import is_integer, require, shown
 from spec_jax.models.gguf.header import Header
 
 # How published tokenizers split a text before merging, in the notation of their tokenizer.json.
@@ -66,10 +67,9 @@ def read_tokenizer(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
     }
     kind = said.get("model")
     makers = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if not isinstance(kind, str) or kind not in makers:
-        raise ConfigError(
-            f"{header.path}: tokenizer.ggml.model is {shown(kind)}; supported: {', '.join(makers)}"
-        )
+    is_known = isinstance(kind, str) and kind in makers
+    supported = ", ".join(makers)
+    require(is_known, f"tokenizer.ggml.model is {shown(kind)}; supported: {supported}")
     tokens = _texts(header, said, "tokens")
     types = said.get("token_type", np.ones(len(tokens), int))
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
@@ -95,7 +95,7 @@ def read_tokenizer(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
         if index is not None and not is_integer(index, 0, len(tokens) - 1):
             raise WeightsError(f"{header.path}: {name}_token_id is {shown(index)}, which is no id")
     named = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
-    _add_ends(header, backend, said, ids, named)
+    _add_ends(backend, said, ids, named)
     templates = {
         key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": value
         for key, value in header.fields.items()
@@ -128,11 +128,9 @@ def _byte_level(
 ) -> Tokenizer:
     """Byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
     pre = _pre(said)
-    if not isinstance(pre, str) or pre not in _BYTE_LEVEL:
-        raise ConfigError(
-            f"{header.path}: tokenizer.ggml.pre is {shown(pre)}, so how it splits a text is not "
-            f"known; supported: {', '.join(_BYTE_LEVEL)}"
-        )
+    is_known = isinstance(pre, str) and pre in _BYTE_LEVEL
+    why = f"so how it splits a text is not known; supported: {', '.join(_BYTE_LEVEL)}"
+    require(is_known, f"tokenizer.ggml.pre is {shown(pre)}, {why}")
     merges = []
     for merge in _texts(header, said, "merges"):
         space = merge.find(" ", 1)
@@ -178,7 +176,7 @@ def _sentence_piece(
         fuse_unk=True,
         byte_fallback=True,
     )
-    has_prefix = _flag(header, said, "add_space_prefix", True)
+    has_prefix = _flag(said, "add_space_prefix", True)
     before = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
     after = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -198,18 +196,14 @@ def _bpe(
         raise WeightsError(f"{header.path}: its merges are no BPE: {error}") from error
 
 
-def _flag(header: Header, said: Mapping[str, Any], name: str, default: bool) -> bool:
+def _flag(said: Mapping[str, Any], name: str, default: bool) -> bool:
     """A field that is true or false."""
     value = said.get(name, default)
-    if not isinstance(value, bool):
-        raise ConfigError(
-            f"{header.path}: tokenizer.ggml.{name} is {shown(value)}; expected true or false"
-        )
+    check(isinstance(value, bool), f"tokenizer.ggml.{name}", value, "true or false")
     return value
 
 
 def _add_ends(
-    header: Header,
     backend: Tokenizer,
     said: Mapping[str, Any],
     ids: Mapping[str, int | None],
@@ -220,11 +214,9 @@ def _add_ends(
     defaults = {"bos": has_begin, "eos": False}
     ends = {}
     for name, default in defaults.items():
-        if _flag(header, said, f"add_{name}_token", default):
-            if ids[name] is None:
-                raise ConfigError(
-                    f"{header.path}: texts have a token {name}, and {name}_token_id is missing"
-                )
+        if _flag(said, f"add_{name}_token", default):
+            is_there = ids[name] is not None
+            require(is_there, f"texts have a token {name}, and {name}_token_id is missing")
             ends[name] = named[f"{name}_token"]
     if ends:
         begin = [ends["bos"]] if "bos" in ends else []
