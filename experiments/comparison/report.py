@@ -87,29 +87,12 @@ def describe_costs(costs: Costs) -> list[str]:
     return [plain, *(f"relative to it, {part}" for part in parts)]
 
 
-def describe_difference(result: CellResult, difference: RowAudit, dtype: str) -> str:
-    """Returns a sentence on where a row diverges from plain decoding, and whether by rounding.
-
-    Args:
-      result: Of the cell.
-      difference: What was found of the row.
-      dtype: Of the weights, where the cell has none.
-    """
-    text = (
-        f"{_place(result)}: row {difference.row} diverges from plain decoding at token "
-        f"{difference.at}"
-    )
-    if difference.deviations:
-        evidence = "; ".join(difference.evidence)
-        return f"{text}; the audit's verdict is {difference.verdict}: {evidence}"
-    plain, ours = ("none" if t is None else f"id {t}" for t in difference.tokens)
-    text += f" (plain decoding takes {plain}, this row {ours})"
-    if difference.gap is None:
-        return f"{text}, where one of the two ends: no near tie"
-    kind = "within" if difference.is_near_tie else "NOT within"
+def describe_difference(result: CellResult, difference: RowAudit) -> str:
+    """Returns a sentence on where a row diverges from plain decoding, and what explains it."""
     return (
-        f"{text}; the two tokens' logits in float32 are {difference.gap:.1e} apart, {kind} "
-        f"the rounding of {result.cell.dtype or dtype} there (up to {difference.rounding:.1e} each)"
+        f"{_place(result)}: row {difference.row} diverges from plain decoding (the first output) "
+        f"at token {difference.at}; the verdict is {difference.verdict}: "
+        f"{'; '.join(difference.evidence)}"
     )
 
 
@@ -151,8 +134,7 @@ def notes(
       num_cut: The number of prompts that lost their beginning.
     """
     lines = [*rep["notes"]]
-    dtype = setup.config.dtype
-    if narrow := [name for name in dtype.split(",") if name != "float32"]:
+    if narrow := [name for name in setup.config.dtype.split(",") if name != "float32"]:
         lines.append(
             f"in {' and '.join(narrow)} some outputs diverge from plain decoding where the top two "
             "logits nearly tie, because passes of several tokens round in another order"
@@ -164,7 +146,7 @@ def notes(
             lines.append(f"{ended} of {r.rows} rows end at a stop token, T={r.cell.temperature:g}")
         if faults:
             lines.append(f"{_place(r)}: rows stopped early: {faults}")
-        lines += [describe_difference(r, difference, dtype) for difference in r.differences]
+        lines += [describe_difference(r, difference) for difference in r.differences]
         if count := r.num_unexamined:
             why = "whether rounding explains it is only examined at temperature 0"
             if r.cell.is_greedy:
