@@ -281,7 +281,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         )
         for index, row in queue:
             sampler = sampler_of(decoder.target_sampler, index)
-            responses.append(
+            responses.add(
                 {
                     "index": index,
                     "prompt_ids": waiting.pop(index),

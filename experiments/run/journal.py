@@ -144,10 +144,10 @@ class Responses(Journal):
                     f"{DATED}"
                 )
 
-    def append(self, row: Mapping) -> None:
+    def add(self, row: Mapping) -> None:
         """Writes one line to the disk, so that a killed run loses none."""
         self._count(row)
-        super().append([row])
+        self.append([row])
 
 
 def _checksum(ids: list[int]) -> int:

@@ -98,14 +98,14 @@ def test_a_killed_run_goes_on_to_the_same_lines(run, pair, tmp_path, monkeypatch
         pass
 
     with monkeypatch.context() as patch:
-        whole, count = Responses.append, itertools.count()
+        whole, count = Responses.add, itertools.count()
 
         def append(self, row):
             if next(count) == 5:
                 raise Killed
             whole(self, row)
 
-        patch.setattr(Responses, "append", append)
+        patch.setattr(Responses, "add", append)
         with pytest.raises(Killed):
             regenerate(small(pair), tmp_path)
     assert len(lines(tmp_path)) == 5
