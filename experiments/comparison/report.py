@@ -432,7 +432,7 @@ def _differences(shown: Sequence[CellResult]) -> list[Section]:
 def conditions(rep: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a run was made of, by name."""
     facts = {}
-    for role, model in (rep.get("models") or {}).items():
+    for role, model in rep["models"].items():
         name = "target" if role == "target" else f"draft {role}"
         shape = [f"{key} {model[key]}" for key in ("layers", "width", "vocabulary") if key in model]
         size = f"{count_text(model['parameters'])} parameters"
@@ -442,11 +442,9 @@ def conditions(rep: Mapping[str, Any]) -> dict[str, str]:
             facts[f"{name}, source"] = model["source"]
         if model["notes"]:
             facts[f"{name}, as read"] = "; ".join(model["notes"])
-    own = rep.get("own") or {}
-    facts |= {f"{k} {x['name']}": f"{x['given']}, {x['is']}" for k, x in own.items()}
-    if rep.get("prompts"):
-        facts["prompts"] = rep["prompts"]["description"]
-    if mesh := rep.get("mesh"):
+    facts |= {f"{k} {x['name']}": f"{x['given']}, {x['is']}" for k, x in rep["own"].items()}
+    facts["prompts"] = rep["prompts"]["description"]
+    if mesh := rep["mesh"]:
         axes = ",".join(f"{name}:{size}" for name, size in mesh["axes"].items())
         drafts = ", drafts replicated" if mesh["is_draft_replicated"] else ""
         devices = f"{axes} of {len(mesh['devices'])} devices{drafts}"

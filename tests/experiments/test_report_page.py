@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from support.report_entries import HOSTILE, answer, category, plain, result
+from support.report_entries import HOSTILE, answer, category, plain, report_of, result
 
 from experiments.comparison import plots
 from experiments.comparison.page import answers as packing
@@ -61,7 +61,7 @@ ONE = [plain(), result()]
 
 def written(folder, results=(), answers=(), figures=(), **report):
     """The page of a run, and its sections."""
-    report = {"config": {"repeats": 2}, "notes": []} | report
+    report = report_of(**report)
     parts = sections(report, results, {}, figures)
     write_page(folder / "report.html", report, results, parts, answers)
     return (folder / "report.html").read_text(encoding="utf-8"), parts
@@ -202,7 +202,8 @@ def test_where_nothing_is_faster_the_page_says_so_and_marks_no_row(tmp_path):
 def test_more_than_four_methods_have_a_panel_each(tmp_path):
     results = [plain(), *(result(f"m{i}") for i in range(5))]
     plots.plot_predicted(tmp_path / "predicted.png", results)
-    write_page(tmp_path / "report.html", {}, results, [Section("", figure="predicted.png")])
+    shown = [Section("", figure="predicted.png")]
+    write_page(tmp_path / "report.html", report_of(), results, shown)
     found = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     pictures = [a["aria-label"] for _, a in found.elements if a.get("role") == "img"]
     assert pictures == [f"m{i}, greedy temperature 0" for i in range(5)]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from support.browser import Browser, dump, needs_browser
-from support.report_entries import HOSTILE, answer, plain, result
+from support.report_entries import HOSTILE, answer, plain, report_of, result
 
 from experiments.comparison import plots
 from experiments.comparison.page.page import write_page
@@ -80,7 +80,7 @@ def test_a_browser_sorts_and_filters_and_shows_tokens(tmp_path):
         answer("q2", pieces=pieces, category="<b>", turn={"prompt": HOSTILE[0]}),
     ]
     path = tmp_path / "report.html"
-    report = {"config": {"repeats": 2}, "notes": []}
+    report = report_of()
     write_page(path, report, results, sections(report, results, {}, ()), lines)
     text = path.read_text(encoding="utf-8").replace("<body>", f"<body><script>{BEGIN}</script>")
     path.write_text(text.replace("</body>", f"<script>{END}</script></body>"), encoding="utf-8")
@@ -154,8 +154,8 @@ def test_a_page_fits_asks_for_nothing_is_read_and_is_used_by_keyboard(tmp_path):
     """In a desktop's and in a phone's width, in light and in dark."""
     names = [f"a-drafter-of-many-letters-{i}" for i in range(5)]
     results = [plain(), *map(result, names), plain(1.0), result(temperature=1.0)]
-    report = {"config": {"repeats": 2}, "notes": ["a note"], "warnings": ["a warning"]}
-    report |= {"command": f"python -m experiments.decode {'--config.x=y ' * 20}"}
+    command = f"python -m experiments.decode {'--config.x=y ' * 20}"
+    report = report_of(notes=["a note"], warnings=["a warning"], command=command)
     plots.plot_acceptance(tmp_path / "acceptance.png", results)
     path = tmp_path / "report.html"
     shown = sections(report, results, {}, ["acceptance.png"])

@@ -2,6 +2,7 @@
 
 import math
 
+from experiments.run.report import environment
 from spec_jax.engine.stats import Stats
 from spec_jax.evaluation.cells import Cell
 from spec_jax.evaluation.results import NONE, CategoryResult, CellResult
@@ -20,6 +21,14 @@ HOSTILE = (
     "x" * 50_000,
     "\x00\x07",
 )
+
+
+def report_of(**changes):
+    """What report.json holds beside results."""
+    target = dict(name="zoo/target", parameters=9, dtype="float32", notes=[])
+    found = dict(environment=environment(), models={"target": target}, own={}, mesh=None)
+    found |= dict(prompts={"description": "two prompts"}, command="c", config={"repeats": 2})
+    return found | dict(notes=[], conclusions=[], warnings=[]) | changes
 
 
 def result(method="eagle-3", k=3, temperature=0.0, **changes):

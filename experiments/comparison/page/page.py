@@ -29,8 +29,8 @@ _FOLDER = pathlib.Path(__file__).parent
 def write_page(
     path: pathlib.Path,
     report: Mapping[str, Any],
-    results: Sequence[CellResult] = (),
-    sections: Sequence[Section] = (),
+    results: Sequence[CellResult],
+    sections: Sequence[Section],
     answers: Iterable[Mapping[str, Any]] = (),
 ) -> None:
     """Writes the page of a run.
@@ -42,20 +42,13 @@ def write_page(
       sections: Of ``comparison.report.sections``.
       answers: Lines of answers.jsonl, see ``answers``; some of them are shown token by token.
     """
-    report, env = reports.plain(report), report.get("environment") or {}
     packed = packing.select(answers)
-    target = (report.get("models") or {}).get("target")
-    of = f" of {reports.names_of([target['name']])[0]}" if target else ""
+    (target,) = reports.names_of([report["models"]["target"]["name"]])
     scripts = ("report.js", "tokens.js") if packed else ("report.js",)
-    terms = conditions(report) | (reports.about_machine(env) if env else {})
+    terms = conditions(report) | reports.about_machine(report["environment"])
     text = _template().render(
-        title=f"Speculative decoding{of}, compared with plain decoding",
-        version=env.get("spec_jax", ""),
-        about=(report.get("prompts") or {}).get("description"),
-        command=report.get("command"),
-        config=report.get("config"),
-        conclusions=report.get("conclusions") or (),
-        warnings=report.get("warnings") or (),
+        title=f"Speculative decoding of {target}, compared with plain decoding",
+        report=reports.plain(report),
         headline=headline(results),
         sections=sections,
         conditions=Section("Conditions", terms=terms),
