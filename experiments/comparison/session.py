@@ -118,7 +118,7 @@ class Evaluation:
             place = line["batch"], line.get("dtype")
             self.costs[place] = costs.Costs(**{**found, "verify_ms": verify})
         elif "machine" in line:
-            self._machines.append({"machine": line["machine"], "answers": line["answers"]})
+            self._machines.append(line)
         elif "left_out" in line:
             self._left_out[line["temperature"], line["batch"]] = line["left_out"]
         else:

@@ -69,8 +69,8 @@ def interleave(
 
 
 def measure_all(
-    part: str, makers: Mapping[Any, Callable[[], Timer]], repeats: int
-) -> tuple[dict[Any, Timer], dict[Any, np.ndarray]]:
+    part: str, makers: Mapping[str, Callable[[], Timer]], repeats: int
+) -> tuple[dict[str, Timer], dict[str, np.ndarray]]:
     """Makes all timers, then runs them interleaved, with progress.
 
     Args:
@@ -85,7 +85,7 @@ def measure_all(
     with Progress(len(makers) + repeats, part) as bar:
         for name, make in makers.items():
             timers[name] = make()
-            bar.step(f"compiled {name if isinstance(name, str) else ', '.join(map(str, name))}")
+            bar.step(f"compiled {name}")
         return timers, interleave(timers, repeats, bar.step)
 
 
