@@ -19,7 +19,7 @@ from spec_jax.contracts import Rule
 from spec_jax.named import to_rule
 from spec_jax.rules import batched, chain, chain_or_tree, tree
 from spec_jax.testing import CertificateError
-from spec_jax.testing.certificate.forcing import reported
+from spec_jax.testing.certificate.forcing import report_range
 from spec_jax.testing.certificate.records import Range
 from spec_jax.testing.certificate.subjects import make_subject, other_drafters
 from spec_jax.testing.oracles import goodness_of_fit
@@ -96,7 +96,7 @@ def test_a_rule_that_is_wrong_where_the_target_is_sure_or_a_token_rare_is_caught
 
 def test_the_probabilities_that_were_tested_reach_from_underflow_to_certainty():
     found, forced = one_draft().check("residual"), one_draft().forced
-    q = reported(forced, [0])
+    q = report_range(forced, [0])
     for tested in (found.p, q):
         assert tested.low < 1e-37 and tested.gap < 3e-6
     best = np.sort(forced.proposal.probs[:, 0].max(axis=1))

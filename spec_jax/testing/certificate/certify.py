@@ -250,7 +250,7 @@ class _Run:
             check(some) for some in (forcing.mixed_lengths(forced) if is_cut else [forced])
         ]
         self.p += [x.p for x in comparisons]
-        q = forcing.reported(forced, drafting.parents)
+        q = forcing.report_range(forced, drafting.parents)
         self.q += [] if q is None else [q]
         drafts = f"0 to {K} of {K} drafts" if is_cut else f"{K} draft{'s' * (K > 1)}"
         padding = ", whose target pads its vocabulary" if subject is self.padded else ""

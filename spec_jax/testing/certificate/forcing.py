@@ -507,7 +507,7 @@ def _off(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.abs(p - q) / np.maximum(larger, _RARE) * (larger > SMALLEST)
 
 
-def reported(forced: Forced, parents: Sequence[int]) -> Range | None:
+def report_range(forced: Forced, parents: Sequence[int]) -> Range | None:
     """Returns the range of the distributions that drafts were drawn from; None if not reported."""
     if forced.proposal.probs is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether one round, followed by plain decoding, leaves the distribution plain decoding's.
+"""Whether a round that plain decoding follows has plain decoding's distribution.
 
 Its drafts are given; coins and last tokens are forced. If every outcome after every text has the
 probability that it should have, so has any number of rounds, since the noise of each is its own.
@@ -94,7 +94,7 @@ def one_by_one(accept: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.vmap(one)
 
 
-def verdicts(rule: Rule, forced: forcing.Forced) -> RoundOutcomes:
+def all_outcomes(rule: Rule, forced: forcing.Forced) -> RoundOutcomes:
     """Returns every outcome of rounds with given drafts.
 
     Args:
@@ -260,7 +260,7 @@ def _is_clearly_more(proposal: Proposal, of_draft: np.ndarray) -> np.ndarray:
     return (of_draft > (1 + _CLEARLY) * q) & (of_draft < 1 - _CLEARLY)
 
 
-def sample_verdicts(rule: Rule, forced: forcing.Forced, trials: int) -> Iterator[RoundOutcome]:
+def sample_outcomes(rule: Rule, forced: forcing.Forced, trials: int) -> Iterator[RoundOutcome]:
     """Yields rounds with ordinary noise, weighted by their frequency.
 
     Args:
@@ -351,7 +351,7 @@ class RoundComparison(NamedTuple):
       error: the largest error of a joint probability.
       num_outcomes: how many outcomes there were.
       p: the probabilities that the target gave.
-      p_value: of the rule's last tokens; None where they are Gumbel-max draws, see ``verdicts``.
+      p_value: of the rule's last tokens; None where they are Gumbel-max draws.
       first: the difference after the shortest output, the largest of these; None where all errors
         are within the tolerance.
     """
@@ -379,7 +379,7 @@ def compare(
       rows: prompts and samplers.
       logits_of: ``tokens -> f32[V]``, what the target says, computed another way.
       tolerance: on the errors.
-      may_miss: bool[N], see ``verdicts``; None: all errors are compared without regard to the size
+      may_miss: see ``RoundOutcomes``; None: all errors are compared without regard to the size
         of the probability, as frequencies are.
     """
     after = {item: defaultdict(lambda: np.zeros(2)) for item in set(forced.items)}
@@ -475,13 +475,13 @@ def check_round(
     name = f"rule {system.rule.name!r}, drafter {system.drafter.name!r}"
     judge = functools.partial(compare, rows=rows, logits_of=logits_of)
     try:
-        found = verdicts(system.rule, forced)
+        found = all_outcomes(system.rule, forced)
     except StatementError as error:
         # What the verdict states cannot be summed over; what the rule does can be sampled.
         sizes = np.asarray([len(output) for _, output in forced.items])
         for size in np.unique(sizes):  # short texts first: a difference mostly shows there
             some = forced.at(np.flatnonzero(sizes == size))
-            sampled = sample_verdicts(system.rule, some, _SAMPLES)
+            sampled = sample_outcomes(system.rule, some, _SAMPLES)
             first = judge(sampled, some, tolerance=_SAMPLED_TOLERANCE).first
             if first is not None:
                 raise StatementError(
