@@ -77,13 +77,16 @@ class HeldOut(NamedTuple):
         total = 0
         held = 0
         for record in records:
-            size = _num_characters(record)
             at = rank(record)
             if at in sizes or not is_document(record):
                 continue
-            sizes[at], total, held = size, total + size, held + size * (at < share)
             if isinstance(record, Text):
+                sizes[at] = len(record.text)
                 texts[at] = record.source
+            else:
+                sizes[at] = sum(len(message["content"] or "") for message in record.messages)
+            total += sizes[at]
+            held += sizes[at] * (at < share)
             if min(held, total - held) >= ENOUGH:
                 return by_share
         few = max(min(ENOUGH, total // 8), 1)
@@ -93,7 +96,8 @@ class HeldOut(NamedTuple):
         held = 0
         for at in sorted(sizes):
             if held < few and held + sizes[at] <= total // 4:
-                whole, held = [*whole, at], held + sizes[at]
+                whole.append(at)
+                held += sizes[at]
         longest = max(sizes, key=lambda at: (sizes[at], at))
         if held < few and longest in texts:
             size = max(int(share * sizes[longest]), min(ENOUGH, sizes[longest] // 4), 1)
@@ -125,9 +129,3 @@ def is_document(record: Conversation | Text) -> bool:
     if isinstance(record, Text):
         return bool(record.text)
     return any(message["role"] == "assistant" for message in record.messages[1:])
-
-
-def _num_characters(record: Conversation | Text) -> int:
-    if isinstance(record, Text):
-        return len(record.text)
-    return sum(len(message["content"] or "") for message in record.messages)
