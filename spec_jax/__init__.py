@@ -28,6 +28,7 @@ from spec_jax.engine.stream import Stream
 from spec_jax.errors import Cancelled, ModelNotLoaded
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_head, load_model, load_mtp
 from spec_jax.meshes import make_mesh
+from spec_jax.models.wrapped import wrap
 from spec_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ __all__ = [
     "load_mtp",
     "make_mesh",
     "new_head",
+    "wrap",
 ]
 
 

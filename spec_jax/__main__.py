@@ -104,9 +104,15 @@ def _add_certify(commands) -> None:
         "certify",
         help="prove that a rule and a drafter leave the target's distribution as it is",
         description="Proves by enumeration that a rule, with a drafter, emits exactly the target's "
-        "distribution, and lists what it did not prove.",
+        "distribution, and lists what it did not prove. With --target, checks a model instead.",
     )
     add = command.add_argument
+    add(
+        "--target",
+        metavar="NAME",
+        help="a model to check, without rule and drafter: a path, a zoo name, a hub id, or "
+        "MODULE:MAKE of your own",
+    )
     add(
         "--rule",
         metavar="NAME",
@@ -242,6 +248,7 @@ def certify(args: argparse.Namespace) -> int:
             testing.certify(
                 args.rule,
                 args.drafter,
+                target=args.target,
                 trials=args.trials,
                 seed=args.seed,
                 has_memory=args.has_memory,

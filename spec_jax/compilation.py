@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from spec_jax.progress import Notice, leave_out, union_s
@@ -206,6 +207,13 @@ class _Kept:
 _kept = _Kept()
 
 
+def _as_32_bit(x: Any) -> Any:
+    is_wide = isinstance(x, np.ndarray | np.generic | jax.Array) and x.dtype.itemsize == 8
+    if not is_wide or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return x.astype(x.dtype.name.replace("64", "32"))
+
+
 class bounded_jit:
     """``jax.jit`` for a process that compiles any number of programs.
 
@@ -234,7 +242,15 @@ class bounded_jit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _listen()
-        result = self._jitted(kwargs)(*args, **kwargs)
+        if jax.config.jax_enable_x64:
+            args, kwargs = jax.tree.map(_as_32_bit, (args, kwargs))
+        # The same program whatever the caller's flags are.
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
+            result = self._jitted(kwargs)(*args, **kwargs)
         _kept.bound(result)
         return result
 

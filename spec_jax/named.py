@@ -19,12 +19,13 @@ from spec_jax.config import STRATEGIES, SpeculativeConfig
 from spec_jax.config.checks import check_name
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.errors import ConfigError, did_you_mean
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedHead, LoadedModel, load_model
 from spec_jax.rules import make_rule
 
 _FORMS = {
     "rule": "a Rule, or a function without arguments that returns one: Rule(name, "
     "batched(function), is_lossless=...)",
+    "target": "a LoadedModel, or a function without arguments that returns one",
     "drafter": "a Drafter, or a function of the target, make(target), that returns one",
 }
 
@@ -60,6 +61,22 @@ def to_drafter(
       ConfigError: there is no such module or name, or it is something else.
     """
     return _make("drafter", drafter, Drafter, target)
+
+
+def to_target(target: LoadedModel | Callable[[], LoadedModel] | str) -> LoadedModel:
+    """Resolves a target.
+
+    Args:
+      target: a ``LoadedModel``; a function without arguments that returns one; ``module:NAME`` of
+        either; or what ``load_model`` takes.
+
+    Raises:
+      ConfigError: there is no such module or name, or it is something else.
+      ModelNotLoaded, WeightsError: see ``load_model``.
+    """
+    if isinstance(target, str) and ":" not in target:
+        return load_model(target)
+    return _make("target", target, LoadedModel)
 
 
 def find(name: str, what: str) -> Any:

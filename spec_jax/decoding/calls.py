@@ -15,7 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.contracts import Drafter, Noise, Proposal, Rule, TargetScores, Verdict
+from spec_jax.contracts import (
+    Drafter,
+    ForwardOutput,
+    Model,
+    Noise,
+    Proposal,
+    Rule,
+    TargetScores,
+    Verdict,
+)
 from spec_jax.errors import ConfigError, ShapeError, SpecJaxError
 
 _LISTED = 16  # arrays that a note names
@@ -65,6 +74,61 @@ def call_prefill(
     with blame(f"prefill of drafter {drafter.name!r}", **given, state=state):
         more = (chunk,) if is_long else ()
         return drafter.prefill(params, state, tokens, lengths, pending, features, *more)
+
+
+def call_forward(
+    model: Model, params: Any, tokens: jax.Array, cache: Any, **options: Any
+) -> ForwardOutput:
+    """Calls ``Model.forward``.
+
+    Args:
+      model: the target.
+      params: its weights.
+      tokens: i32[B,T].
+      cache: its cache.
+      **options: see ``Model``.
+
+    Raises:
+      ConfigError: it does not return a ``ForwardOutput``.
+      ShapeError: a result has another shape than the contract's.
+    """
+    with blame("forward of the target", tokens=tokens, cache=cache, params=params):
+        output = model.forward(params, tokens, cache, **options)
+    if not isinstance(output, ForwardOutput):
+        raise ConfigError(
+            f"forward of the target returned {_kind(output)}; expected a ForwardOutput(hidden, "
+            "cache, features)"
+        )
+    B, T = tokens.shape
+    for name in ("hidden", "features"):
+        value = getattr(output, name)
+        if (value is not None or name == "hidden") and jnp.shape(value)[:-1] != (B, T):
+            raise ShapeError(
+                f"forward of the target returned {name} {_text(value)}; expected [B={B},T={T},...]"
+            )
+    return output
+
+
+def call_unembed(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
+    """Calls ``Model.unembed``.
+
+    Args:
+      model: the target.
+      params: its weights.
+      hidden: dtype[B,T,D].
+
+    Raises:
+      ShapeError: the result is no f32[B,T,V].
+    """
+    with blame("unembed of the target", hidden=hidden, params=params):
+        logits = model.unembed(params, hidden)
+    expected = (*hidden.shape[:-1], model.vocab_size)
+    if jnp.shape(logits) != expected or logits.dtype != jnp.float32:
+        raise ShapeError(
+            f"unembed of the target returned {_text(logits)}; expected f32[B={expected[0]},"
+            f"T={expected[1]},V={expected[2]}], of vocab_size={model.vocab_size}"
+        )
+    return logits
 
 
 def check_proposal(drafter: Drafter, result: Any, batch: int, num_draft: int, vocab_size: int):

@@ -12,7 +12,7 @@ import numpy as np
 
 from spec_jax import rng
 from spec_jax.compilation import bounded_jit
-from spec_jax.decoding.calls import blame, call_prefill, check_state
+from spec_jax.decoding.calls import blame, call_forward, call_prefill, call_unembed, check_state
 from spec_jax.decoding.observers import see_first
 from spec_jax.decoding.round import decode_round
 from spec_jax.decoding.state import (
@@ -55,7 +55,7 @@ def prefill(
     """Feeds the prompts, right-padded to one width, and samples each row's first token.
 
     The caller ensures ``1 <= lengths <= T <= slots`` and
-    ``limit + system.lookahead_slots <= slots``.
+    ``limit + system.lookahead_slots <= slots``; the latter is checked where ``limit`` is known.
 
     Example:
       ```python
@@ -95,7 +95,8 @@ def prefill(
 
     Raises:
       ShapeError: an array has another number of rows, ``samples`` does not divide the rows, the
-        prompts are wider than the cache, or ``system.prefill_chunk`` is below 1.
+        prompts are wider than the cache, the cache has too few slots for the limit, or
+        ``system.prefill_chunk`` is below 1.
     """
     B, T = tokens.shape
     check_shapes(
@@ -110,6 +111,7 @@ def prefill(
         raise ShapeError(f"tokens has shape {tokens.shape}, so T={T}; slots are {slots}")
     if system.prefill_chunk < 1:
         raise ShapeError(f"prefill_chunk is {system.prefill_chunk}; expected 1 or more tokens")
+    _check_room(limit, system.lookahead_slots, slots)
     if samples < 1 or B % samples:
         raise ShapeError(f"samples is {samples}; expected a divisor of the {B} rows")
     # Programs that are compiled only for what they depend on: drafters, rules and Ks share them.
@@ -135,6 +137,18 @@ def prefill(
         sampler=state.sampler.counting_updates(),
         draft_sampler=state.draft_sampler.counting_updates(),
     )
+
+
+def _check_room(limit, lookahead: int, slots: int) -> None:
+    """Refuses a cache with too few slots for the longest row, where its limit is known."""
+    if isinstance(limit, jax.core.Tracer) or not getattr(limit, "is_fully_addressable", True):
+        return
+    longest = int(np.max(limit))
+    if longest + lookahead > slots:
+        raise ShapeError(
+            f"limit is {longest}, and a round may write {lookahead} slots more; slots are {slots}, "
+            f"expected {longest + lookahead} or more"
+        )
 
 
 def _costs_by_token() -> bool:
@@ -258,7 +272,7 @@ def prefill_target(params, tokens, lengths, *, target, slots, chunk=None):
             fed = _before_chunks(params, len(tokens), target, slots, T)
         step = functools.partial(_feed, params, target)
         cache, last, features = over_chunks(step, fed, (tokens,), lengths, chunk)
-        return cache, target.unembed(params, last), features
+        return cache, call_unembed(target, params, last), features
 
 
 def _feed(params, target, fed, begin, n, tokens):
@@ -267,7 +281,7 @@ def _feed(params, target, fed, begin, n, tokens):
     ``fed`` has the cache, the last token's state dtype[B,1,D], and the features dtype[B,T,E].
     """
     cache, last, features = fed
-    output = target.forward(params, tokens, cache)
+    output = call_forward(target, params, tokens, cache)
     ends = jnp.take_along_axis(output.hidden, (n - 1)[:, None, None], axis=1)
     cache = constrain_state(output.cache.commit(n))
     if last is None:
@@ -304,7 +318,7 @@ def _feed_chunk(params, fed, tokens, n, begin, *, target):
 
 @functools.partial(bounded_jit, static_argnames="target")
 def _unembed(params, last, *, target):
-    return target.unembed(params, last)
+    return call_unembed(target, params, last)
 
 
 @functools.partial(bounded_jit, static_argnames="count")

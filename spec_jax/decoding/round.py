@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from spec_jax import rng
 from spec_jax.contracts import Context, Noise, Proposal, Round, Rule, TargetScores, Verdict
-from spec_jax.decoding.calls import blame, call_accept, check_proposal
+from spec_jax.decoding.calls import blame, call_accept, call_forward, call_unembed, check_proposal
 from spec_jax.decoding.observers import see_round
 from spec_jax.decoding.state import DecodeState, Kind, System, append, apply_limits
 from spec_jax.decoding.validate import find_fault, validate_proposal, validate_verdict
@@ -186,8 +186,9 @@ def target_pass(
         pending = jnp.take_along_axis(tokens, cache.length[:, None], axis=1)
         window = jnp.concatenate([pending, drafts], axis=1)
         mask = {} if window_mask is None else {"window_mask": window_mask}
-        output = system.target.forward(params, window, cache, **mask)
-        return system.target.unembed(params, output.hidden), output.features, output.cache
+        output = call_forward(system.target, params, window, cache, **mask)
+        logits = call_unembed(system.target, params, output.hidden)
+        return logits, output.features, output.cache
 
 
 def score(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax import decoding
 from spec_jax.compilation import NamedProgram, Timed
@@ -18,8 +19,9 @@ from spec_jax.decoding import Chunk, DecodeState, Record
 from spec_jax.drafters.loaded import draft_params
 from spec_jax.engine.adaptive.runner import AdaptiveRunner, name_of_round
 from spec_jax.engine.build import DecoderParts
-from spec_jax.engine.request import Request
+from spec_jax.engine.request import Request, check_transfers
 from spec_jax.engine.stats import Stats
+from spec_jax.errors import ShapeError
 from spec_jax.meshes import use_mesh
 from spec_jax.sampling import Samplers
 from spec_jax.sharding import log_once, unsplit_batch
@@ -59,6 +61,9 @@ class Engine:
         self._runner: AdaptiveRunner | None = None
         self.dispatched_s = 0.0
 
+    def __post_init__(self):
+        check_transfers()
+
     @property
     def num_ahead(self) -> int:
         """How many drafts the drafter may be ahead of what is emitted, 0 to K - 1."""
@@ -96,7 +101,7 @@ class Engine:
             if fed is not None:
                 options["fed"] = decoding.finish_feeding(self.params()["target"], fed, self.system)
             state = self.decoder.loop.prefill(self.params(), *arrays, **options)
-            return jax.block_until_ready(state)
+            return self._checked(jax.block_until_ready(state), request)
 
     def prefill_by_chunk(self, request: Request) -> Iterator[DecodeState | None]:
         """Prefills, and yields None after every chunk of the prompts and then the state.
@@ -117,6 +122,19 @@ class Engine:
             if num_fed % self.system.prefill_chunk == 0 or num_fed >= longest:
                 yield None
         yield self.prefill(request, fed)
+
+    def _checked(self, state: DecodeState, request: Request) -> DecodeState:
+        """Refuses a model of the user's whose ``forward`` moves ``length``."""
+        of = self.decoder
+        if of.target.config is None and of.loop is decoding:
+            length = np.asarray(state.length)
+            if (length != request.lengths).any():
+                raise ShapeError(
+                    f"the cache of {of.target.name} holds {length.tolist()} tokens after prompts "
+                    f"of {np.asarray(request.lengths).tolist()}: forward must not move "
+                    "cache.length, only commit may; spec_jax.certify(target=...) says more"
+                )
+        return state
 
     def insert(
         self, state: DecodeState, row: int, prefix: DecodeState, index: int = 0

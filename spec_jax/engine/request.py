@@ -136,6 +136,21 @@ def encode_messages(
     return encode(target, Encoder(target.tokenizer).prompt(record))
 
 
+def check_transfers() -> None:
+    """Checks that arrays may move between the host and the device.
+
+    Raises:
+      ConfigError: ``jax_transfer_guard`` forbids it.
+    """
+    for way in ("host_to_device", "device_to_host"):
+        guard = getattr(jax.config, f"jax_transfer_guard_{way}")
+        if guard is not None and guard.startswith("disallow"):
+            raise ConfigError(
+                f"jax_transfer_guard is {guard!r}; a decoder moves prompts to the device and "
+                "tokens back: call it within jax.transfer_guard('allow')"
+            )
+
+
 def encode_all(
     target: LoadedModel,
     prompts: Prompt | Sequence[Prompt] | None,
@@ -152,8 +167,16 @@ def encode_all(
 
     Raises:
       PromptError: no prompt, or one that cannot be decoded; or both prompts and messages.
-      ConfigError: a conversation that the chat template refuses, see ``encode_messages``.
+      ConfigError: a conversation that the chat template refuses, see ``encode_messages``; or
+        ``jax_transfer_guard`` forbids to move arrays.
     """
+    check_transfers()
+    if isinstance(prompts, jax.core.Tracer):
+        raise PromptError(
+            "the prompts are traced by a jax.jit or jax.vmap around this call, and a decoder runs "
+            "programs of its own; call decoding.prefill and decoding.generate there, see "
+            "docs/bring_a_model.md"
+        )
     if (prompts is None) == (messages is None):
         raise PromptError(
             f"prompts and messages are both {'missing' if prompts is None else 'given'}; expected "

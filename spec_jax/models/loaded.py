@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Model
+from spec_jax.errors import WeightsError
 from spec_jax.meshes import mesh_of, mesh_text, to_mesh
+from spec_jax.models import transformer
 from spec_jax.models.checks import naming, require
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
-from spec_jax.models.params import Params, head_counts, num_params, param_table, placement
+from spec_jax.models.params import (
+    Params,
+    assemble,
+    declared,
+    head_counts,
+    num_params,
+    param_table,
+    placement,
+)
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
 from spec_jax.show.summary import ReprMixin, count_text
+
+_LISTED = 8  # weights that a message names
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,6 +77,79 @@ class LoadedModel(ReprMixin):
         is_tied = self.config.tie_word_embeddings
         has_panels = family_of(self.config).has_panels
         return CpuLayout(self.params, is_tied=is_tied, has_panels=has_panels)
+
+    @classmethod
+    def from_params(
+        cls,
+        config: AnyConfig,
+        leaf: Callable[[str, int | None], Any],
+        *,
+        dtype: DTypeLike = "float32",
+        tokenizer: Tokenizer | None = None,
+        stop_tokens: Sequence[int] = (),
+        name: str = "from_params",
+    ) -> LoadedModel:
+        """Makes a model of one of the package's families from weights of any origin.
+
+        Example:
+          ```python
+          import jax
+          import spec_jax
+          from spec_jax.models.config import ModelConfig
+          from spec_jax.models.params import declared
+
+          config = ModelConfig(
+              vocab_size=64,
+              hidden_size=32,
+              intermediate_size=48,
+              num_hidden_layers=2,
+              num_attention_heads=4,
+              num_key_value_heads=2,
+          )
+          key = jax.random.key(0)
+          shapes = {(name, layer): spec.shape for name, spec, layer in declared(config)}
+          theirs = {at: 0.1 * jax.random.normal(key, shape) for at, shape in shapes.items()}
+
+          target = spec_jax.LoadedModel.from_params(config, lambda *at: theirs[at])
+          print(target)
+          ```
+
+        Args:
+          config: the model's shape. With ``scan_layers`` layers that repeat are stacked.
+          leaf: ``(name, layer) -> array``: one weight, by our name and the number of its layer,
+            None outside of the layers. ``models.params.declared(config)`` yields all names and
+            shapes: linear maps are ``[in, out]``, and rotary dimensions come in halves, as in
+            transformers.
+          dtype: of the weights, and of the cache.
+          tokenizer: to decode text; None: prompts are ids.
+          stop_tokens: ids that end a row.
+          name: the model's name in messages and reports.
+
+        Raises:
+          WeightsError: ``leaf`` raises a KeyError or returns None or an array of another shape; the
+            message lists all such weights.
+        """
+        found = {}
+        wrong = []
+        for weight, spec, layer in declared(config):
+            where = weight if layer is None else f"{weight} of layer {layer}"
+            try:
+                array = leaf(weight, layer)
+            except KeyError:
+                array = None
+            if array is None:
+                wrong.append(f"{where} is missing; expected {list(spec.shape)}")
+            elif array.shape != spec.shape:
+                wrong.append(f"{where} has shape {list(array.shape)}; expected {list(spec.shape)}")
+            else:
+                found[spec.hf_name, layer] = jnp.asarray(array, spec.dtype or dtype)
+        if wrong:
+            more = f"; and {len(wrong) - _LISTED} more" * (len(wrong) > _LISTED)
+            raise WeightsError(f"weights of {name}: {'; '.join(wrong[:_LISTED])}{more}")
+        params = assemble(config, lambda spec, layer: found[spec.hf_name, layer])
+        num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
+        model = transformer.model(config, num_tokens=num_tokens)
+        return cls(name, model, params, tokenizer, config, tuple(stop_tokens))
 
     def with_chat_template_kwargs(self, variables: Mapping[str, Any] | None) -> LoadedModel:
         """Returns the model whose chat template reads these variables in every conversation.

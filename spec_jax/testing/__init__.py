@@ -19,12 +19,18 @@ from spec_jax.testing.auditing.audit import Audit, RowAudit, audit, audit_output
 from spec_jax.testing.auditing.invariant import InvariantPair, invariant_pair
 from spec_jax.testing.certificate.certify import certify
 from spec_jax.testing.certificate.loop import certify_decoder
-from spec_jax.testing.certificate.records import Certificate, CertificateError, Check, Range
+from spec_jax.testing.certificate.records import (
+    Certificate,
+    CertificateError,
+    Check,
+    Range,
+    TargetCertificate,
+)
 from spec_jax.testing.certificate.rounds import certify_rule
 from spec_jax.testing.certificate.subjects import STANDARD_SETTINGS, standard_rows
 from spec_jax.testing.conformance import Conformance, ConformanceError, check_conformance
 from spec_jax.testing.mocks import (
-    ToyCache,
+    TokenCache,
     mock_model,
     ragged,
     scripted_drafter,
@@ -46,7 +52,8 @@ __all__ = [
     "Row",
     "RowAudit",
     "STANDARD_SETTINGS",
-    "ToyCache",
+    "TargetCertificate",
+    "TokenCache",
     "audit",
     "audit_outputs",
     "certify",

@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,38 +13,7 @@ import numpy as np
 from spec_jax.contracts import Context, Drafter, ForwardOutput, Model, Proposal
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.loading import LoadedModel
-
-
-@flax.struct.dataclass
-class ToyCache:
-    """A cache of the tokens that were fed, from which the toy model reads its context."""
-
-    tokens: jax.Array  # i32[B,S]
-    length: jax.Array  # i32[B]
-
-    def commit(self, n, path=None):
-        tokens = self.tokens
-        if path is not None:
-            rows = jnp.arange(len(n))[:, None]
-            front = jnp.arange(path.shape[1])
-            slots = self.length[:, None]
-            tokens = tokens.at[rows, slots + front].set(tokens[rows, slots + path])
-        return self.replace(tokens=tokens, length=self.length + n)
-
-    def rewind(self, n):
-        return self.replace(length=self.length - n)
-
-    def insert_row(self, row, other):
-        def put(full, one):
-            return full.at[row].set(one[0])
-
-        return jax.tree.map(put, self, other)
-
-    def snapshot(self):
-        return jax.tree.map(jnp.copy, self)
-
-    def restore_from_snapshot(self, snapshot):
-        return snapshot
+from spec_jax.models.caches.tokens import TokenCache
 
 
 @functools.cache
@@ -64,14 +32,14 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
 
     def init_cache(params, batch, slots):
         del params
-        return ToyCache(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
+        return TokenCache.create(batch, slots)
 
     def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positions=None):
         del positions  # it reads no positions
         B, T = tokens.shape
         rows = jnp.arange(B)[:, None]
-        slots = (cache.length + window_offset)[:, None] + jnp.arange(T)
-        held = cache.tokens.at[rows, slots].set(tokens)
+        cache, slots = cache.write(tokens, window_offset)
+        held = cache.tokens
         before = slots - 1
         if window_mask is not None:  # the last slot of the window that is seen before its own
             index = jnp.arange(window_mask.shape[2])
@@ -80,7 +48,7 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
         before = jnp.where(before >= 0, held[rows, jnp.maximum(before, 0)], 0)
         table = params["logits"]
         hidden = table[(before * vocab_size + held[rows, slots]) % table.shape[0]]
-        return ForwardOutput(hidden, cache.replace(tokens=held), features=hidden)
+        return ForwardOutput(hidden, cache, features=hidden)
 
     def unembed(params, hidden):
         del params

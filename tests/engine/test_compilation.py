@@ -320,7 +320,7 @@ def test_a_call_and_a_queue_go_on_after_their_programs_are_dropped(kept, monkeyp
 
 
 @flax.struct.dataclass
-class UnpaddedCache(testing.mocks.ToyCache):
+class UnpaddedCache(testing.TokenCache):
     """Keeps the whole window, however much of it is committed."""
 
     width: jax.Array  # i32[B], of the window

@@ -174,7 +174,7 @@ def test_mutation_rollback_left_out_is_caught_by_chi_square():
     """The target's cache keeps what rejected drafts wrote: the context is then wrong."""
 
     @flax.struct.dataclass
-    class Keeps(testing.ToyCache):
+    class Keeps(testing.TokenCache):
         def commit(self, n, path=None):
             # The right length, over slots that were shifted by what should be forgotten.
             kept = jnp.where(n[:, None] == 1, jnp.roll(self.tokens, -1, axis=1), self.tokens)

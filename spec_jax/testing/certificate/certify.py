@@ -1,4 +1,4 @@
-"""One certificate for a rule and a drafter."""
+"""One certificate for a rule and a drafter, or for a target."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from spec_jax.config import SuffixConfig
 from spec_jax.contracts import Drafter, Memory, Processor, Rule
 from spec_jax.decoding import System
 from spec_jax.drafters.suffix import History, suffix
+from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
-from spec_jax.named import to_rule
+from spec_jax.named import to_rule, to_target
 from spec_jax.progress import Progress
 from spec_jax.testing.certificate import forcing, states, subjects
 from spec_jax.testing.certificate.loop import Loop, check_texts, joint, near_target
@@ -26,10 +28,12 @@ from spec_jax.testing.certificate.records import (
     Check,
     ProposalError,
     Range,
+    TargetCertificate,
     settings_of,
 )
 from spec_jax.testing.certificate.rounds import check_round, one_by_one
 from spec_jax.testing.certificate.subjects import Subject
+from spec_jax.testing.certificate.target import certify_target
 
 MAX_DRAFT = 4
 _MAX_OUTCOMES = 400_000  # of one enumeration
@@ -50,14 +54,18 @@ def certify(
     rule: Rule | Callable[[], Rule] | str | None = None,
     drafter: Drafter | Callable[[LoadedModel], Drafter] | str | None = None,
     *,
+    target: LoadedModel | Callable[[], LoadedModel] | str | None = None,
+    logits: Callable[[Any, jax.Array], jax.Array] | None = None,
     params: Any = None,
     draft_distribution: forcing.DraftDistribution | None = None,
     trials: int = 4_000,
     seed: int = 0,
     has_memory: bool = False,
     processors: Sequence[Processor] = (),
-) -> Certificate:
+) -> Certificate | TargetCertificate:
     """Certifies that decoding with a rule and a drafter keeps the target's distribution.
+
+    With ``target`` a model is certified instead, see ``certify_target``.
 
     The target is a toy of few tokens. The drafts, coins and last tokens of rounds of 1 to 4 drafts
     are enumerated through the functions that the decoder calls, under twenty-two settings of the
@@ -83,6 +91,9 @@ def certify(
         either. A function is called with small targets; a ``Drafter`` keeps its own vocabulary. By
         default a toy draft model is used, and to certify the rule also a deterministic drafter and
         a tree.
+      target: a model to certify instead: a ``LoadedModel``, a function that returns one,
+        ``module:NAME`` of either, or what ``load_model`` takes.
+      logits: the target's logits, computed without a cache, see ``certify_target``.
       params: the drafter's parameters, if it has any, a function that makes them for a target, or
         its ``Memory``, empty.
       draft_distribution: ``(row, output, drafted) -> f64[V]``, the distribution that the next draft
@@ -103,6 +114,12 @@ def certify(
         the checks that passed before.
       ConfigError: there is no such rule or drafter, or it cannot be certified with small models.
     """
+    if target is not None:
+        if rule is not None or drafter is not None:
+            raise ConfigError("target is given, and a rule or a drafter; certify one after another")
+        return certify_target(to_target(target), logits, seed=seed)
+    if logits is not None:
+        raise ConfigError("logits are compared with those of a target; give target=")
     run = _Run(
         to_rule("residual" if rule is None else rule),
         drafter,

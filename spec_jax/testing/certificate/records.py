@@ -139,13 +139,8 @@ class Certificate:
         )
 
     def __str__(self) -> str:
-        title = "Certificate" if self.failure is None else "No certificate"
-        lines = [f"{title} of rule {self.rule!r} with drafter {self.drafter!r}"]
-        for method, head in _HEADS.items():
-            lines += [head] * any(c.method == method for c in self.checks)
-            lines += [f"    {c}" for c in self.checks if c.method == method]
-        lines += [f"  Failed: {self.failure}"] * (self.failure is not None)
-        lines += ["  Not proved"] + [f"    {text}" for text in self.not_proved]
+        subject = f"rule {self.rule!r} with drafter {self.drafter!r}"
+        lines = _lines_of(subject, self.checks, self.not_proved, self.failure)
         settings = "; ".join(self.settings)
         lines += [f"  V = {self.vocab_size}; {len(self.settings)} settings: {settings}"]
         tested = (f"{name} from {x}" for name, x in (("p", self.p), ("q", self.q)) if x is not None)
@@ -163,6 +158,43 @@ _HEADS = {
 }
 
 
+def _lines_of(
+    subject: str, checks: Sequence[Check], not_proved: Sequence[str], failure: str | None
+) -> list[str]:
+    lines = [f"{'Certificate' if failure is None else 'No certificate'} of {subject}"]
+    for method, head in _HEADS.items():
+        lines += [head] * any(c.method == method for c in checks)
+        lines += [f"    {c}" for c in checks if c.method == method]
+    lines += [f"  Failed: {failure}"] * (failure is not None)
+    return lines + ["  Not proved"] + [f"    {text}" for text in not_proved]
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetCertificate:
+    """What ``certify(target=...)`` found of a model, and what it did not look at.
+
+    Attributes:
+      target: the name of the model.
+      vocab_size: V.
+      max_length: maximum tokens of a row.
+      checks: what was compared, in this order; errors are those of logits, over the largest.
+      not_proved: sentences: what was left out, and why.
+      failure: why it is no certificate; None if all checks passed.
+    """
+
+    target: str
+    vocab_size: int
+    max_length: int
+    checks: tuple[Check, ...]
+    not_proved: tuple[str, ...]
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        size = f" (V = {self.vocab_size:,}, up to {self.max_length:,} tokens)"
+        subject = f"target {self.target!r}{size}"
+        return "\n".join(_lines_of(subject, self.checks, self.not_proved, self.failure))
+
+
 class CertificateError(SpecJaxError, AssertionError):
     """The emitted tokens do not have the target's distribution.
 
@@ -170,7 +202,7 @@ class CertificateError(SpecJaxError, AssertionError):
       certificate: what ``certify`` had proved before it failed; None from other functions.
     """
 
-    certificate: Certificate | None = None
+    certificate: Certificate | TargetCertificate | None = None
 
 
 class ProposalError(CertificateError):
