@@ -1,4 +1,4 @@
-"""The one driver of rounds: rows that are decoded together, in a call or in a queue."""
+"""What a call and a queue share: the engine, and the rows that are decoded together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Driver:
-    """Runs the rounds of rows, follows their text, and counts those that have ended.
+    """Holds what rows are decoded with, follows their text, and counts those that have ended.
 
     Args:
       decoder: whose call or queue it is.
