@@ -75,7 +75,7 @@ class Format:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_after: bool = False
 
-    def stored(self, name: str, spec: ParamSpec, num_layers: int) -> str:
+    def tensor_name(self, name: str, spec: ParamSpec, num_layers: int) -> str:
         """Returns the name of a tensor in files, of experts with ``{e}`` in it.
 
         Args:
@@ -168,9 +168,15 @@ class Reading:
         """What the file says of the number of its model's layers."""
         return self.hf.get("num_hidden_layers")
 
-    def stated(self, *keys: str) -> Any:
-        """The value of the first of these keys that is stated; None if none is."""
-        places = (self.hf, *(stated_object(self.hf, name) for name in self.inner))
+    def stated(self, *keys: str, inner: tuple[str, ...] | None = None) -> Any:
+        """The value of the first of these keys that is stated; None if none is.
+
+        Args:
+          *keys: of config.json.
+          inner: the objects in which they may stand too, if not all of ``inner``.
+        """
+        names = self.inner if inner is None else inner
+        places = (self.hf, *(stated_object(self.hf, name) for name in names))
         found = (place[key] for key in keys for place in places if place.get(key) is not None)
         return next(found, None)
 
@@ -554,8 +560,8 @@ class HeadFormats:
           num_layers: of the target, from which some formats count on.
         """
         table = flat_table(registry.kind_of(config).head.table(config))
-        column = self.column(config, format)
-        return {name: (column.stored(name, spec, num_layers), spec) for name, spec in table.items()}
+        stored = self.column(config, format).tensor_name
+        return {name: (stored(name, spec, num_layers), spec) for name, spec in table.items()}
 
     # ------------------------------------------------------------------------------ writing
 

@@ -196,7 +196,7 @@ def _is_causal(reading: Reading) -> tuple[bool, ...]:
         looks_ahead = reading.cls is DFlash2Config  # each kind's default there
         is_free = stated_flag(reading.hf, "sliding_window_non_causal", looks_ahead)
         return tuple(is_sliding and not is_free for is_sliding in slides)
-    stated = Reading(reading.hf, (), None, inner=("dflash_config",)).stated("is_causal", "causal")
+    stated = reading.stated("is_causal", "causal", inner=("dflash_config",))
     if stated is None:
         listed = _listed(reading)
         which = "layers with a window are" if any(listed) else "no layer is"
