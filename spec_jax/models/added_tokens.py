@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from spec_jax.models.checks import is_integer, shown, stated_object
+from spec_jax.models.checks import is_integer, require, shown, stated_object
 
 DECODER = "added_tokens_decoder"
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -68,8 +68,8 @@ def add_stated_tokens(
 
 def _index(stated: Any) -> int:
     is_text = isinstance(stated, str) and stated.isdecimal()
-    if not is_text and not (is_integer(stated) and stated >= 0):
-        raise ValueError(f"an added token has the id {shown(stated)}; expected one of 0 or more")
+    is_id = is_text or is_integer(stated, 0)
+    require(is_id, f"an added token has the id {shown(stated)}; expected one of 0 or more")
     return int(stated)
 
 

@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from spec_jax.config.checks import check
 from spec_jax.errors import WeightsError
-from spec_jax.models.checks import shown
+from spec_jax.models.checks import require, shown
 
 SUFFIX = ".gguf"
 MAX_BYTES = 1 << 26  # of the fields and the list of tensors
@@ -97,32 +98,28 @@ def _read(path: pathlib.Path, size: int, *_changed: int) -> Header:
         raise OSError("it is not a regular file")
     with open(path, "rb") as file:
         cursor = _Cursor(file, size)
-        if cursor.take(4) != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
+        require(cursor.take(4) == b"GGUF", "it does not begin with GGUF")
         version = cursor.number("<u4")
-        if version not in (2, 3):
-            raise ValueError(f"version {version}; expected 2 or 3, with its lowest byte first")
+        is_known = version in (2, 3)
+        require(is_known, f"version {version}; expected 2 or 3, with its lowest byte first")
         num_tensors = cursor.count("tensors", MAX_TENSORS)
         num_fields = cursor.count("fields", MAX_FIELDS)
         fields = {}
         for _ in range(num_fields):
             key = cursor.text()
-            if key in fields:
-                raise ValueError(f"the field {shown(key)} is there twice")
+            require(key not in fields, f"the field {shown(key)} is there twice")
             fields[key] = cursor.value(cursor.number("<u4"))
         stated = [_stated_tensor(cursor) for _ in range(num_tensors)]
-    if _integer(fields, "split.count", 1) > 1:
-        raise ValueError(
-            "it is one of several files; merge them: llama-gguf-split --merge FIRST.gguf OUT.gguf"
-        )
+    remedy = "merge them: llama-gguf-split --merge FIRST.gguf OUT.gguf"
+    is_alone = _integer(fields, "split.count", 1) <= 1
+    require(is_alone, f"it is one of several files; {remedy}")
     alignment = _integer(fields, "general.alignment", 32)
-    if alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {alignment}; expected a power of two")
+    is_power = alignment >= 1 and not alignment & (alignment - 1)
+    check(is_power, "general.alignment", alignment, "a power of two")
     begin = -(-cursor.position // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in stated:
-        if name in tensors:
-            raise ValueError(f"the tensor {shown(name)} is there twice")
+        require(name not in tensors, f"the tensor {shown(name)} is there twice")
         tensors[name] = _entry(gguf, name, shape, kind, begin + offset)
     _check_places(tensors, size)
     return Header(path, types.MappingProxyType(fields), types.MappingProxyType(tensors))
@@ -130,8 +127,7 @@ def _read(path: pathlib.Path, size: int, *_changed: int) -> Header:
 
 def _integer(fields: Mapping[str, Any], key: str, default: int) -> int:
     value = fields.get(key, default)
-    if not isinstance(value, int):
-        raise ValueError(f"{key} is {shown(value)}; expected an integer")
+    check(isinstance(value, int), key, value, "an integer")
     return value
 
 
@@ -160,8 +156,7 @@ class _Cursor:
     def count(self, what: str, limit: int) -> int:
         """The next number, of things of which there are at most so many."""
         count = self.number("<u8")
-        if count > limit:
-            raise ValueError(f"it says that it has {count} {what}; expected at most {limit}")
+        require(count <= limit, f"it says that it has {count} {what}; expected at most {limit}")
         return count
 
     def text(self) -> str:
@@ -195,11 +190,11 @@ def _stated_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, type and offset of the next tensor in the list."""
     name = cursor.text()
     rank = cursor.number("<u4")
-    if not 1 <= rank <= MAX_DIMENSIONS:
-        raise ValueError(f"tensor {shown(name)} has {rank} dimensions; expected 1 to 4")
+    is_fit = 1 <= rank <= MAX_DIMENSIONS
+    require(is_fit, f"tensor {shown(name)} has {rank} dimensions; expected 1 to 4")
     shape = tuple(cursor.number("<u8") for _ in range(rank))[::-1]
-    if min(shape) < 1:
-        raise ValueError(f"tensor {shown(name)} has the shape {shape}; expected positive numbers")
+    message = f"tensor {shown(name)} has the shape {shape}; expected positive numbers"
+    require(min(shape) >= 1, message)
     return name, shape, cursor.number("<u4"), cursor.number("<u8")
 
 
@@ -217,15 +212,12 @@ def _is_read(gguf: Any, kind: int) -> bool:
 
 def _entry(gguf: Any, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
     if not _is_read(gguf, kind):
-        known = {int(x): x.name for x in gguf.GGMLQuantizationType}
-        said = known.get(kind, kind)
+        said = {int(x): x.name for x in gguf.GGMLQuantizationType}.get(kind, kind)
         raise ValueError(f"tensor {shown(name)} is stored as {said}, which is not read")
     kind = gguf.GGMLQuantizationType(kind)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    if shape[-1] % block:
-        raise ValueError(
-            f"tensor {shown(name)} has rows of {shape[-1]}, not in blocks of {kind.name}, {block}"
-        )
+    message = f"tensor {shown(name)} has rows of {shape[-1]}, not in blocks of {kind.name}, {block}"
+    require(shape[-1] % block == 0, message)
     return Entry(shape, kind, shape[-1] // block * block_bytes, begin)
 
 
@@ -233,8 +225,6 @@ def _check_places(tensors: Mapping[str, Entry], size: int) -> None:
     """Refuses tensors beyond the end of the file, and bytes that belong to two of them."""
     end = 0
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].begin):
-        if entry.begin < end:
-            raise ValueError(f"tensor {shown(name)} lies over another one")
+        require(entry.begin >= end, f"tensor {shown(name)} lies over another one")
         end = entry.begin + math.prod(entry.shape[:-1]) * entry.row_bytes
-        if end > size:
-            raise ValueError(f"the file ends within tensor {shown(name)}")
+        require(end <= size, f"the file ends within tensor {shown(name)}")
