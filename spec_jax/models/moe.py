@@ -37,21 +37,14 @@ class StackedWeight(NamedTuple):
         """Returns some matrices of the layer."""
         return self.stack[self.layer, index]
 
-    def whole(self) -> jax.Array:
-        """Returns all of the layer."""
-        return self.stack[self.layer]
-
 
 def _whole(weight):
-    return weight.whole() if isinstance(weight, StackedWeight) else weight
+    return weight.stack[weight.layer] if isinstance(weight, StackedWeight) else weight
 
 
 def _axes(weight):
-    return (
-        StackedWeight(P(None, "experts"), P())
-        if isinstance(weight, StackedWeight)
-        else P("experts")
-    )
+    is_stacked = isinstance(weight, StackedWeight)
+    return StackedWeight(P(None, "experts"), P()) if is_stacked else P("experts")
 
 
 def experts_table(hf: str, num_experts: int, D: int, F: int) -> dict[str, ParamSpec]:

@@ -93,11 +93,8 @@ class Qwen35Config(DeltaConfig):
 
 def layer_tables(config: Qwen35Config) -> list[dict[str, ParamSpec]]:
     """Returns the declared weights of every layer."""
-
-    def dense(config):
-        return mlp_specs(config, "model.layers.{i}.mlp.")
-
-    feed = (mlp_table if config.is_sparse else dense)(config)
+    prefix = "model.layers.{i}.mlp."
+    feed = mlp_table(config) if config.is_sparse else mlp_specs(config, prefix)
     return [centred(table) for table in tables_by_kind(config, feed)]
 
 
