@@ -38,6 +38,7 @@ from spec_jax.models.specs import (
 from spec_jax.sharding import constrain, repeat_heads
 
 _LATENT_EPS = 1e-6  # of the latents' norms, which do not use rms_norm_eps
+_SIZES = ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
 # What transformers' classes assume for keys that a config.json with experts leaves out.
 _OMITTED = dict(q_lora_rank=1536, n_shared_experts=1, n_group=8, topk_group=4)
 _OMITTED |= dict(routed_scaling_factor=2.5, first_k_dense_replace=3)
@@ -91,18 +92,10 @@ class DeepseekConfig(AttentionConfig):
         require(H % 2 == 0, f"qk_rope_head_dim {H} is odd; rotary embedding needs it even")
         if self.num_dense_layers:
             check_sizes(self, "intermediate_size")
-        if not self.is_sparse:
-            return
-        check_sizes(
-            self,
-            "n_routed_experts",
-            "moe_intermediate_size",
-            "num_experts_per_tok",
-            "n_group",
-            "topk_group",
-            *(["n_shared_experts"] if self.n_shared_experts else []),
-        )
-        check_groups(self)
+        if self.is_sparse:
+            shared = ["n_shared_experts"] if self.n_shared_experts else []
+            check_sizes(self, *_SIZES, *shared, "n_group", "topk_group")
+            check_groups(self)
 
     @property
     def is_sparse(self) -> bool:
@@ -339,9 +332,8 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array
         return x + gated(layer, h, "shared_") if config.n_shared_experts else x
 
 
-_DENSE, _SPARSE = (
-    LayerKind(pre_norm_layer(attention, feed), LatentCache.create) for feed in (layers.mlp, mlp)
-)
+_DENSE = LayerKind(pre_norm_layer(attention, layers.mlp), LatentCache.create)
+_SPARSE = LayerKind(pre_norm_layer(attention, mlp), LatentCache.create)
 
 
 def _kinds(config):
