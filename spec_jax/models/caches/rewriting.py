@@ -56,13 +56,9 @@ def warn_if_rewritten(
 
 
 def _has_rewritten(init: Callable[..., Any], params: Any) -> bool:
-    platforms = {
-        device.platform
-        for x in jax.tree.leaves(params)
-        if isinstance(x, jax.Array)
-        for device in x.devices()
-    }
-    if not any(is_rewritten(jnp.bfloat16, platform) for platform in platforms):
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    devices = set().union(*(x.devices() for x in arrays))
+    if not any(is_rewritten(jnp.bfloat16, device.platform) for device in devices):
         return False
     state = jax.eval_shape(lambda params: init(params, 1, 8), params)
 
