@@ -231,15 +231,8 @@ def init_states(
     return StateCache.create(config.mixer, num_layers, batch, dtype, config.scan_layers)
 
 
-def decoder_layer(
-    layer: dict[str, jax.Array],
-    x_BTD: jax.Array,
-    cache: StateCache | None,
-    index: int,
-    window: Window,
-    config: Mamba2Config,
-) -> tuple[jax.Array, StateCache | None]:
-    """Applies one layer with its residuals, see ``Family.layer``."""
+def _layer(layer, x_BTD, cache, index, window, config):
+    """One layer with its residuals, see ``Family.layer``."""
     norm = layer["mixer_norm"]
     h = rms_norm(x_BTD.astype(norm.dtype), norm, config.rms_norm_eps)
     h, cache = mixer(layer, h, cache, index, window, config)
@@ -250,7 +243,7 @@ register(
     Family(
         config=Mamba2Config,
         model_types=("mamba2",),
-        layer=decoder_layer,
+        layer=_layer,
         layer_tables=layer_tables,
         outer_table=lambda config: outer_specs(config, "backbone.embeddings", "backbone.norm_f"),
         init_cache=init_states,
