@@ -204,7 +204,7 @@ MUTATIONS = mutants.read("""
         deepseek._attend_latents: x_[..., :rank] -> x_[..., -rank:]
         test_latents_attend_as_expanded_keys_and_values_do
     * a slot holds the latent before its norm
-        deepseek.attention: rms_norm(latent[..., :rank], y_, z_) -> latent[..., :rank]
+        deepseek._attention: rms_norm(latent[..., :rank], y_, z_) -> latent[..., :rank]
         test_logits_of_a_directory_written_by_transformers[deepseek, yarn]
     latent attention of longer contexts is as sharp as before
         DeepseekConfig.attention_scale: scale * x_ ** 2 -> scale

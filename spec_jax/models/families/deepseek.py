@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.config.checks import check
-from spec_jax.contracts import Cache
 from spec_jax.models import layers
 from spec_jax.models.caches.latent import LatentCache
 from spec_jax.models.checks import check_sizes, require
@@ -242,18 +241,8 @@ def _turn(x_BTNH: jax.Array, window: Window, config: DeepseekConfig) -> jax.Arra
     return rotate(x_BTNH, window.cos, window.sin)
 
 
-def attention(
-    layer: dict[str, jax.Array],
-    x_BTD: jax.Array,
-    cache: Cache | None,
-    index: int,
-    window: Window,
-    config: DeepseekConfig,
-) -> tuple[jax.Array, Cache | None]:
-    """Applies latent attention to normalised inputs, without the residual.
-
-    Args and Returns are those of ``layers.attention``.
-    """
+def _attention(layer, x_BTD, cache, index, window, config):
+    """Latent attention of normalised inputs, without the residual, see ``layers.attention``."""
     B, T, _ = x_BTD.shape
     nope = config.qk_nope_head_dim
     rank = config.kv_lora_rank
@@ -332,8 +321,8 @@ def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: Any) -> jax.Array
         return x + gated(layer, h, "shared_") if config.n_shared_experts else x
 
 
-_DENSE = LayerKind(pre_norm_layer(attention, layers.mlp), LatentCache.create)
-_SPARSE = LayerKind(pre_norm_layer(attention, mlp), LatentCache.create)
+_DENSE = LayerKind(pre_norm_layer(_attention, layers.mlp), LatentCache.create)
+_SPARSE = LayerKind(pre_norm_layer(_attention, mlp), LatentCache.create)
 
 
 def _kinds(config):

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.config.checks import check
-from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import check_sizes, require, shown
 from spec_jax.models.config import PartialRotary
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
 from spec_jax.models.families.registry import Family, LayerKind, register
-from spec_jax.models.layers import Window, attend_window, gated, linear, pre_norm_layer, rms_norm
+from spec_jax.models.layers import attend_window, gated, linear, pre_norm_layer, rms_norm
 from spec_jax.models.moe import experts_table, mix_experts, route
 from spec_jax.models.rope import rotate
 from spec_jax.models.specs import (
@@ -200,18 +199,8 @@ def mlp_table(config: Any) -> dict[str, ParamSpec]:
     return table
 
 
-def attention(
-    layer: dict[str, jax.Array],
-    x_BTD: jax.Array,
-    cache: KVCache | None,
-    index: int,
-    window: Window,
-    config: Any,
-) -> tuple[jax.Array, KVCache | None]:
-    """Applies gated attention to normalised inputs, without the residual.
-
-    Args and Returns are those of ``layers.attention``.
-    """
+def _attention(layer, x_BTD, cache, index, window, config):
+    """Gated attention of normalised inputs, without the residual, see ``layers.attention``."""
     B, T, _ = x_BTD.shape
     H = config.head_dim
 
@@ -262,7 +251,7 @@ def kinds_by_type(feed: Callable[..., Any]) -> Callable[[Any], list[LayerKind]]:
       feed: ``(layer, x, config) -> x``, the feed-forward part with its norm and residual.
     """
     kinds = {
-        FULL: LayerKind(pre_norm_layer(attention, feed)),
+        FULL: LayerKind(pre_norm_layer(_attention, feed)),
         LINEAR: LayerKind(pre_norm_layer(delta_net, feed), init_states),
     }
     return lambda config: [kinds[kind] for kind in config.layer_types]
