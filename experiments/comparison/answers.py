@@ -149,7 +149,7 @@ def checked(line: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def restore(cell_run: CellRun, index: int, turns: Mapping[int, Mapping[str, Any]]) -> None:
-    """Puts a batch that was measured earlier into a ``CellRun``.
+    """Puts the saved outputs and times of a batch into a ``CellRun``.
 
     Args:
       cell_run: Of the cell.

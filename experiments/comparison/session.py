@@ -76,7 +76,7 @@ class Stage(NamedTuple):
 
 
 class Evaluation:
-    """A run, of which everything that was saved is done.
+    """A run: it restores what earlier sessions have saved, and measures the rest.
 
     Args:
       setup: What is decoded.

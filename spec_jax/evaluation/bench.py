@@ -32,7 +32,7 @@ _USUAL_OPTIONS = {"suffix": {"suffix_history_tokens": 0}}
 
 
 class CellOutput(NamedTuple):
-    """What is read of the output of one prompt, a ``Generation`` or one that was saved."""
+    """What figures are computed from: a ``Generation``, or the saved output of one prompt."""
 
     tokens: Sequence[int]
     finish_reason: str
@@ -123,7 +123,7 @@ class Bench:
         return range(len(self.layout))
 
     def chosen(self, index: int) -> list[int]:
-        """Returns the prompt of each row of batch ``index``."""
+        """Returns the index of the prompt in each row of batch ``index``."""
         return [*itertools.islice(itertools.cycle(self.layout[index]), self.batch)]
 
     def models(self, dtype: str | None) -> tuple[LoadedModel, Mapping[str, Draft]]:
@@ -226,7 +226,7 @@ class Bench:
 
 
 def in_dtype(model: Any, dtype: str) -> Any:
-    """Returns a model or head with its weights in a dtype; itself if they are, or of a drafter."""
+    """Returns a model or head with weights in ``dtype``; a custom drafter stays as it is."""
     if not isinstance(model, LoadedModel | LoadedHead):
         return model
 

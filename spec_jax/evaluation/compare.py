@@ -553,10 +553,10 @@ def compare(
 
 
 def custom_rule(given: Rule | str) -> Rule:
-    """Returns a rule, or that of its ``module:NAME``.
+    """Returns a rule, given as one or by its ``module:NAME``.
 
     Raises:
-      ConfigError: It is none, or it has the name of another rule, which tables show.
+      ConfigError: It is not a rule, or it has the name of another rule, which tables show.
     """
     rule = to_rule(given)
     is_custom = ":" in given if isinstance(given, str) else rule is not to_rule(rule.name)
@@ -576,7 +576,7 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
       drafts: See ``compare``.
 
     Raises:
-      ConfigError: No draft, or something else.
+      ConfigError: There is no draft, or one of them cannot draft for the target.
     """
     if not isinstance(drafts, Mapping):
         is_list = isinstance(drafts, list | tuple) and not isinstance(drafts, Drafter)

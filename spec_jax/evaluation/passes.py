@@ -72,7 +72,7 @@ def steps_timer(steps: Sequence[TimedPass], batch: int, iterations: int = ITERAT
 
 
 def repeated(step: TimedPass, count: int) -> TimedPass:
-    """Returns a step that runs another ``count`` times in a loop, as a chain is drafted."""
+    """Returns a step that runs ``step`` ``count`` times in a loop, as a chain is drafted."""
 
     def run(params, token, carry):
         def again(_, state):
