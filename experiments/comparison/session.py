@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -147,23 +146,17 @@ class Evaluation:
             if show_live is not None and stages and not self._lines:
                 first = stages[0]
                 show_live(first.bench, first.cells, self.setup.questions.chosen[0])
-            groups = [(stage, group) for stage in stages for group in stage.groups]
+            waiting = [(s, [g for g in s.groups if not s.is_done(g)]) for s in stages]
             repeats = self.setup.config.repeats
-            total = repeats * sum(len(g.batches) for _, g in groups)
-            num_done = repeats * sum(len(g.batches) for s, g in groups if s.is_done(g))
-            bar = None
-            with contextlib.ExitStack() as stack:
-                for stage in [*stages]:
-                    left = [group for group in stage.groups if not stage.is_done(group)]
-                    if not left:
-                        continue
-                    if not self._prepare(stage):
-                        stages.remove(stage)
-                        continue
-                    if bar is None:
-                        bar = Progress(total, "measuring", num_done=num_done, every_s=2.0)
-                        stack.enter_context(bar)
-                    self._measure(stage, left, bar)
+            total = repeats * sum(len(g.batches) for s in stages for g in s.groups)
+            num_left = repeats * sum(len(g.batches) for _, left in waiting for g in left)
+            if num_left:
+                with Progress(total, "measuring", num_done=total - num_left, every_s=2.0) as bar:
+                    for stage, left in waiting:
+                        if left and self._prepare(stage):
+                            self._measure(stage, left, bar)
+                        elif left:
+                            stages.remove(stage)
             why = [*self._left_out.values()]
             if not stages:
                 raise ConfigError(f"nothing can be measured: {'; '.join(why)}")
