@@ -360,13 +360,10 @@ def state_axes(state: Any) -> Any:
     Nodes with a method ``axes`` say theirs. Every other array has the batch first.
     """
 
-    def declared(node):
-        return hasattr(node, "axes")
+    def axes(node):
+        return node.axes() if hasattr(node, "axes") else PartitionSpec("batch")
 
-    def leaf(node):
-        return node.axes() if declared(node) else PartitionSpec("batch")
-
-    return jax.tree.map(leaf, state, is_leaf=declared)
+    return jax.tree.map(axes, state, is_leaf=lambda node: hasattr(node, "axes"))
 
 
 def constrain_state(state: Any) -> Any:
@@ -391,13 +388,10 @@ def take_rows(state: Any, rows: jax.Array) -> Any:
     Nodes with a method ``take_rows`` give theirs. Every other array has the batch first.
     """
 
-    def has_own(node):
-        return hasattr(node, "take_rows")
-
     def take(node):
-        return node.take_rows(rows) if has_own(node) else take_of_array(node, rows)
+        return node.take_rows(rows) if hasattr(node, "take_rows") else take_of_array(node, rows)
 
-    return jax.tree.map(take, state, is_leaf=has_own)
+    return jax.tree.map(take, state, is_leaf=lambda node: hasattr(node, "take_rows"))
 
 
 def take_of_array(x: jax.Array, rows: jax.Array, axis: int = 0) -> jax.Array:
@@ -456,14 +450,11 @@ def _on_shards(function, args, out, in_axes, out_axes):
     """Runs ``shard_map_over``'s function, whose result has the shapes ``out``."""
     mesh = ambient()
 
-    def is_axes(x):
-        return isinstance(x, PartitionSpec)
-
     def each(axes, part):
         return jax.tree.map(lambda x: spec(axes, x.shape, mesh), part)
 
     def specs(axes, tree):
-        return jax.tree.map(each, axes, tree, is_leaf=is_axes)
+        return jax.tree.map(each, axes, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     return jax.shard_map(
         function, in_specs=specs(in_axes, args), out_specs=specs(out_axes, out), check_vma=False
