@@ -188,6 +188,8 @@ def load_responses(path: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
     encoder = Encoder(tokenizer)
     documents = []
     counts = collections.Counter()
+    if not path.is_file():
+        raise ConfigError(f"the responses {path} cannot be read: there is no such file")
     for row, source in read_rows(path):
         try:
             if row.get("finish_reason", "length") not in _WHOLE:
