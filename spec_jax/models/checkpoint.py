@@ -98,7 +98,8 @@ def load_pretrained(
                     "quantization_config from the file"
                 )
             own = dequantised(directory, own, block_of(hf))
-        tensors = StrictReader(directory, own, integers_of(config))
+        tensors = StrictReader(directory, own)
+        tensors.sizes = integers_of(config)
         is_twice = config.tie_word_embeddings and _HEAD in tensors.left
         ends = _equal_ends(directory, tensors, config).astype(dtype) if is_twice else None
 

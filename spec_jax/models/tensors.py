@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import os
 import pathlib
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -40,21 +39,15 @@ class StrictReader:
     Args:
       directory: for messages.
       tensors: by name.
-      sizes: the integers of config.json by name, for messages about shapes.
 
     Attributes:
       left: the tensors that have not been taken yet.
-      sizes: as given.
+      sizes: the integers of config.json by name, for messages about shapes.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        tensors: Mapping[str, Tensor],
-        sizes: Mapping[str, int] = types.MappingProxyType({}),
-    ):
+    def __init__(self, directory: pathlib.Path, tensors: Mapping[str, Tensor]):
         self._directory = directory
-        self.sizes = sizes
+        self.sizes: Mapping[str, int] = {}
         self.left = dict(tensors)
 
     def tensor(self, name: str) -> Tensor:
