@@ -1,7 +1,5 @@
 """Drafters: what they propose, and from what."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

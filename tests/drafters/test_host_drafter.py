@@ -1,7 +1,5 @@
 """Any Python function as a drafter inside the compiled loop."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools
@@ -16,7 +14,7 @@ from support.tiny_tokenizers import bytes_alone
 import spec_jax
 from spec_jax import SamplerConfig, testing
 from spec_jax.contracts import Context
-from spec_jax.errors import ConfigError, InvalidDraftError
+from spec_jax.errors import InvalidDraftError
 from spec_jax.overlap.overlap import Devices
 from spec_jax.sampling import make_sampler
 
@@ -129,11 +127,6 @@ def test_fewer_drafts_than_k_and_none_are_drafts_too():
     assert not propose(*rows(), drafter=host).n_draft.any()
 
 
-def test_a_sampled_drafter_needs_the_vocabulary():
-    with pytest.raises(ConfigError, match="vocab_size"):
-        spec_jax.host_drafter(answer, is_sampled=True)
-
-
 # ------------------------------------------------------------------------- inside the loop
 
 
@@ -159,19 +152,22 @@ RUNS = {
     "stream": lambda decoder, prompts: list(decoder.stream(prompts, 8)),
     "async": lambda decoder, prompts: asyncio.run(decoder.generate_async(prompts, 8)),
     "queue": run_queue,
+    "devices of its own": lambda decoder, prompts: decoder.generate(prompts, 8),
 }
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_an_exception_of_the_function_is_the_cause_and_the_runtime_logs_nothing(run, capfd):
+@pytest.mark.representatives("alone", "batch", "stream", "async", "queue")
+@pytest.mark.parametrize("name", RUNS)
+def test_an_exception_of_the_function_is_the_cause_and_the_runtime_logs_nothing(name, capfd):
     config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
+    first, second = jax.devices()[:2]
+    options = {"devices": Devices(draft=first, target=second)} if "devices" in name else {}
     target = dataclasses.replace(testing.mock_model(V), tokenizer=bytes_alone())
-    decoder = spec_jax.SpeculativeDecoder(
-        target, drafter=spec_jax.host_drafter(raise_late), config=config
-    )
+    host = spec_jax.host_drafter(raise_late)
+    decoder = spec_jax.SpeculativeDecoder(target, drafter=host, config=config, **options)
     message = "drafter 'host' raised KeyError: 'no such prefix'"
     with pytest.raises(InvalidDraftError, match=message) as caught:
-        run(decoder, [[1, 2, 3], [2, 3], [0]])
+        RUNS[name](decoder, [[1, 2, 3], [2, 3], [0]])
     cause = caught.value.__cause__
     assert type(cause) is KeyError
     assert traceback.extract_tb(cause.__traceback__)[-1].name == "raise_late"
@@ -197,17 +193,3 @@ def test_ids_out_of_range_name_their_row_and_no_older_exception():
         assert caught.value.__cause__ is None
     ANSWER["value"] = [1]
     assert len(decoder.generate([1, 2, 3], max_new_tokens=4).tokens) == 4
-
-
-@pytest.mark.exhaustive
-def test_an_exception_reaches_the_caller_from_devices_of_its_own():
-    config = spec_jax.SpeculativeConfig(num_speculative_tokens=K)
-    first, second = jax.devices()[:2]
-    options = dict(config=config, devices=Devices(draft=first, target=second))
-    decoder = spec_jax.SpeculativeDecoder(
-        testing.mock_model(V), drafter=spec_jax.host_drafter(raise_late), **options
-    )
-    with pytest.raises(InvalidDraftError, match="raised KeyError: 'no such prefix'") as caught:
-        decoder.generate([[1, 2, 3], [2, 3]], 8)
-    assert type(caught.value.__cause__) is KeyError
-    assert [row.finish_reason for row in caught.value.generations] == ["invalid_draft", "length"]

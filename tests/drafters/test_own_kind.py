@@ -1,22 +1,17 @@
 """A drafter kind that is registered from outside of the package is a kind like any other."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
 from support import block_heads, block_kind, gate_kind
-from support.files import experiment_files, head_training
+from support.files import experiment_files
 from support.tiny_models import LLAMA
 
-from experiments import train_head
-from experiments.training.head import HeadExperiment
 from spec_jax import SpeculativeConfig, load_draft, load_model
 from spec_jax.drafters import register, registry
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation import costs
 from spec_jax.loading import random_head
-from spec_jax.planning import roofline
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,17 +52,6 @@ def test_it_is_found_read_and_written(files, target, tmp_path):
     register(gate_kind.KIND)
 
 
-def test_its_passes_are_planned(target):
-    """It has no layer and so no cache; its refresh reads more pairs than its later pass."""
-    shape = gate_kind.new(target.config)
-    planned = roofline.round_work(target.config, shape, 2)
-    _, refresh, draft = planned.passes
-    assert [(x.name, x.count) for x in (refresh, draft)] == [("refresh", 1), ("draft", 1)]
-    assert refresh.work.hbm_bytes > draft.work.hbm_bytes > 0
-    both, alone = (roofline.memory(target.config, x) for x in (shape, None))
-    assert both.params - alone.params == 2 * 2 * 32 * 16 and both.cache == alone.cache
-
-
 def test_all_passes_of_a_block_in_one_are_timed_together(target):
     head = block_heads.make_head(block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, (1, 3)))
     wanted = costs.timer_makers(target, {"block": head}, {"block": {2, 5}}, 64, 1)
@@ -77,21 +61,3 @@ def test_all_passes_of_a_block_in_one_are_timed_together(target):
     found = costs.Costs.of_times(times, slots=64, batch=1)
     assert found.first_ms == {"block": {2: 4.0, 5: 10.0}}
     assert found.draft_cost("block", 5) == 10 / 5 / 2 and found.is_significant("block")
-
-
-@pytest.mark.exhaustive
-def test_it_is_trained_and_exported(files, target, tmp_path):
-    config = head_training(files, "gate")
-    config.head.taps = (1,)
-    config.optimizer.update({"name": "adamw", "lr": 1e-2, "warmup": 1})
-    config.export_dtype = "float32"
-    assert train_head.train(config, tmp_path / "run")["tau"] >= 1
-    head = load_draft(tmp_path / "run" / "export", target)
-    assert head.method == "gate" and head.config.taps == (1,)
-    config.head.init_from = str(tmp_path / "run" / "export")
-    config.head.taps = ()
-    state = HeadExperiment(config, tmp_path / "further").init_state()
-    jax.tree.map(np.testing.assert_array_equal, state.params, head.params)
-    config.head.num_modules = 2
-    with pytest.raises(ConfigError, match="head.num_modules is 2; it is an option of mtp, not of"):
-        HeadExperiment(config, tmp_path / "further")

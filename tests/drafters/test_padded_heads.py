@@ -1,7 +1,5 @@
 """Heads for a target whose embedding is padded to another size than theirs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

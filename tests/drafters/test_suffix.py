@@ -1,7 +1,5 @@
 """Suffix decoding: counts by hand, past outputs, and exactness."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 

@@ -98,11 +98,8 @@ REFUSED = [
     ("train_head", {"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
     ("train_head", {"data.responses": "FOLDER/other.jsonl"}, "id 300; the target has ids 0 to 299"),
     ("train_head", {"data.text": ""}, "data.text is ''; expected 'stdlib', or files and folders"),
-    (
-        "train_head",
-        {"data.text": "a.jsonl,"},
-        "data.text is 'a.jsonl,'; expected 'stdlib', or files",
-    ),
+    ("train_head", {"data.text": "a.jsonl,"}, "is 'a.jsonl,'; expected 'stdlib', or files"),
+    ("train_head", {"head.num_modules": 2}, "is 2; it is an option of mtp, not of eagle3"),
     ("train_head", {"data.text": "FOLDER/empty.jsonl"}, "gave no document for train"),
     ("train_head", {"mesh": "data:4"}, "batch is 2, which the mesh axis data:4 does not divide"),
     ("train_head", {"is_fully_sharded": True}, "is_fully_sharded is True, but there is no mesh"),

@@ -11,6 +11,7 @@ from spec_jax import load_model
 from spec_jax.config import SpeculativeConfig
 from spec_jax.decoding import System
 from spec_jax.drafters import register, registry
+from spec_jax.drafters.block.config import DFlashConfig, DSparkConfig
 from spec_jax.drafters.loaded import draft_params
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.engine.build import make_drafter, tapped_model
@@ -74,6 +75,8 @@ def test_a_timed_round_moves_no_cache(pair, caught):
 DRAFTS = {
     "sequential": lambda target: MtpConfig.of_target(target, num_modules=3, protocol="sequential"),
     "block": lambda target: block_heads.new(target.hidden_size, target.vocab_size, (1, 3)),
+    "dflash": lambda target: DFlashConfig.of_target(target, block_size=5),
+    "dspark": lambda target: DSparkConfig.of_target(target, block_size=4, markov_rank=3),
 }
 
 

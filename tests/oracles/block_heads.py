@@ -10,7 +10,7 @@ import numpy as np
 from oracles.layers import attend, mlp, rms, sigmoid, turn
 
 
-def block_states(tensors, config, features, ids, embed, shift=0):
+def block_states(tensors, config, features, ids, embed):
     """States f64[S,D] before the final norm of the block ``ids``, after features f64[n,E].
 
     Args:
@@ -19,12 +19,11 @@ def block_states(tensors, config, features, ids, embed, shift=0):
       features: the target's tapped states of the tokens before the block.
       ids: i64[S], [pending | masks].
       embed: f64[V,D], the target's.
-      shift: of the block's positions, to show that they matter.
     """
     layer, n, S = config.layer, len(features), len(ids)
     H, theta, eps = layer.head_dim, layer.rope.rope_theta, layer.rms_norm_eps
     context = rms(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
-    x, before, inside = embed[ids], np.arange(n), n + shift + np.arange(S)
+    x, before, inside = embed[ids], np.arange(n), n + np.arange(S)
     place = np.concatenate([before, inside])
     for i in range(layer.num_hidden_layers):
         w = lambda name: tensors[f"layers.{i}.{name}.weight"]

@@ -10,7 +10,7 @@ import numpy as np
 from oracles.layers import attend, mlp, rms, turn
 
 
-def scores(tensors, config, features, tokens, embed, num_draft, shift=0):
+def scores(tensors, config, features, tokens, embed, num_draft):
     """Logits f64[K,U] of K drafts.
 
     Args:
@@ -20,14 +20,13 @@ def scores(tensors, config, features, tokens, embed, num_draft, shift=0):
       tokens: i64[n], the token after each of them; the last is the pending one.
       embed: f64[V,D], the target's, for a head without one.
       num_draft: K.
-      shift: of the masks' positions, to show that they matter.
     """
     layer, n = config.layer, len(features)
     H, theta, eps = layer.head_dim, layer.rope.rope_theta, layer.rms_norm_eps
     M = num_draft - 1
     features = np.concatenate([features, np.tile(tensors["mask_hidden"][0], (M, 1))])
     tokens = np.concatenate([tokens, np.full(M, config.mask_token_id)])
-    at = np.arange(n + M) + shift * (np.arange(n + M) >= n)
+    at = np.arange(n + M)
     if config.norm_before_fc:
         features = rms(features, tensors["input_norm.weight"], eps)
     if config.fc_norm:

@@ -1,7 +1,5 @@
 """Decoding with block drafters, with heads whose drafts are accepted 0 to K times."""
 
-from __future__ import annotations
-
 import pytest
 from support import parallel_heads
 from support.block_drafts import HEADS, TARGET, head_of

@@ -1,7 +1,5 @@
 """Published layouts of block drafters are read as what they mean, and written as they are read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -128,13 +126,6 @@ def test_a_published_head_is_read_as_it_is_meant(tmp_path, case):
     assert found.facts["tokens of a block"] == config.block_size
 
 
-def test_files_of_deepspec_alone_hold_copies_of_the_targets_ends(tmp_path):
-    for name, format in (("dspark", "DeepSpec"), ("dspark", "speculators"), ("dflash", "z-lab")):
-        head_of(HEADS[name]).save(tmp_path, TARGET, format=format)
-        has_copies = "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-        assert has_copies == (format == "DeepSpec")
-
-
 INSIDE = Z_LAB["dflash_config"]
 REFUSED = [  # the file, what the caller says
     (dict(hidden_size=32), {}, "head is for a target of width 32; this one has"),
@@ -145,18 +136,12 @@ REFUSED = [  # the file, what the caller says
     (dict(projector_type="domino"), {}, "projector_type 'domino' is not supported"),
     (dict(treeflash_config=dict(ar_approximation="gru")), {}, "'gru' is not .*; known: swiglu"),
     (dict(layer_types=["full_attention", "chunked_attention"]), {}, "for each of 2 layers"),
-    (
-        dict(dflash_config=INSIDE | dict(is_causal=[True])),
-        {},
-        r"is_causal is \[True\]; expected one",
-    ),
+    (dict(dflash_config=INSIDE | dict(is_causal=[True])), {}, r"is_causal is \[True\]"),
     (dict(block_size=None), {}, "block_size is null|block_size is None"),
     (dict(dflash_config=INSIDE | dict(target_layer_ids=[0, 2])), {}, r"taps \(1, 3\) do not exist"),
     ({}, dict(is_causal=True), "is_causal is True; expected a tuple of True or False, by layer"),
     ({}, dict(is_causal=("yes", "no")), r"is_causal is \('yes', 'no'\); expected True or False"),
-    ({}, dict(windows=4), "windows is 4; expected a tuple of positive integers, or None"),
     ({}, dict(windows=(4, 0)), r"windows are \(4, 0\); expected positive integers, or None"),
-    ({}, dict(taps=3), "taps is 3; expected a tuple of integers of 0 or more"),
     ({}, dict(taps=(1, "2")), r"taps are \(1, '2'\); expected integers of 0 or more"),
     ({}, dict(is_anchor_first="no"), "is_anchor_first is 'no'; expected True or False"),
     ({}, dict(block_size="8"), "block_size is '8'; expected an integer of 2 or more"),
@@ -171,18 +156,8 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, said, words
 
 
 RANKS = [  # of tensors of rank 3; 6 is the head_dim too
-    (
-        "DeepSpec",
-        6,
-        WeightsError,
-        r"\[31, 3\]; config.json asks for \[31, 6\] \(markov_rank is 6\)",
-    ),
-    (
-        "DeepSpec",
-        0,
-        ConfigError,
-        r"markov_rank is 0, but there are tensors markov_head\.\*; expect",
-    ),
+    ("DeepSpec", 6, WeightsError, r"asks for \[31, 6\] \(markov_rank is 6\)"),
+    ("DeepSpec", 0, ConfigError, r"markov_rank is 0, but there are tensors markov_head\.\*"),
     ("DeepSpec", None, ConfigError, "markov_rank is missing, but there are tensors markov_head"),
     ("DeepSpec without its heads", 3, ConfigError, "markov_rank is 3, but there is no tensor mark"),
 ]

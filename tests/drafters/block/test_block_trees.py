@@ -1,7 +1,5 @@
 """Trees of block drafters: from marginals and from steps, against brute force."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Heads as other projects publish them, written here by NumPy, and every way to be wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -76,24 +74,6 @@ def test_a_reduced_vocabulary_needs_no_t2d(tmp_path):
     np.testing.assert_array_equal(head.params["d2t"] + np.arange(U), IDS)
 
 
-def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
-    buffer = {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
-    assert "fc" in load_head(write_head(tmp_path, "eagle-1", tensors=buffer), MODEL).params
-
-
-# ------------------------------------------------------------------- pytorch_model.bin
-
-
-def test_a_directory_without_weights_or_config_says_so(tmp_path):
-    directory = write_head(tmp_path)
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match="neither"):
-        load_head(directory, MODEL)
-    (directory / "config.json").unlink()
-    with pytest.raises(WeightsError, match=r"config\.json"):
-        load_head(directory, MODEL)
-
-
 # ------------------------------------------------------------------------------- strict
 
 
@@ -114,13 +94,9 @@ OFFSETS = IDS - np.arange(U)
 OTHER_MASK = MASK ^ np.isin(np.arange(V), [IDS[3], np.flatnonzero(~MASK)[0]])
 WRONG_TENSORS = [
     ("eagle-1", {"lm_head.weight": zeros(V, D)}, r"unexpected tensors lm_head\.weight"),
-    ("eagle-1", {"layers.0.input_layernorm.weight": zeros(D)}, "unexpected.*input_layernorm"),
     ("eagle-1", {"fc.weight": zeros(D, 3 * D)}, r"fc\.weight has shape \[16, 48\].*\[16, 32\]"),
-    ("eagle-3", {"fc.bias": zeros(D)}, r"unexpected tensors fc\.bias"),
-    ("eagle-3", {"fc_norm.3.weight": zeros(D)}, "unexpected.*fc_norm.3"),
     ("speculators", {"verifier_norm.weight": zeros(D)}, "unexpected.*verifier_norm"),
     ("eagle-3", {"lm_head.weight": zeros(V, D)}, r"\[31, 16\]; config.json .*\[20, 16\]"),
-    ("eagle-3", {"midlayer.self_attn.q_proj.weight": zeros(12, D)}, r"q_.*\[12, 16\].*32\]"),
     ("eagle-3", {"norm.weight": np.full(D, np.nan, np.float32)}, "norm.weight holds NaN"),
     ("eagle-3 narrow", {"embed_tokens.weight": zeros(V, D)}, r"embed_.*\[31, 16\].*\[31, 10\]"),
     ("eagle-3", {"fc.weight": zeros(D, 2 * D)}, r"2 states of the target's width 16; taps.*are 3"),
@@ -153,7 +129,6 @@ def test_sparse_offsets_pass_where_the_mask_confirms_them():
 WINDOW = HEADS["speculators"][0]["transformer_layer_config"] | {"sliding_window": 8}
 SUPPOSED = [  # the file, what the caller says
     ("eagle-3", {"target_hidden_size": 20}, {}, "target of width 20; this one has 16"),
-    ("eagle-3", {"target_hidden_size": "16"}, {}, "width '16'; this one has 16"),
     ("eagle-3", {"vocab_size": 40}, {}, "target of vocabulary 40; this one has 31"),
     ("eagle-3", {"vocab_size": None}, {}, "vocab_size is missing, so the head's target is not"),
     ("speculators", {"transformer_layer_config": [1]}, {}, "expected an object"),
@@ -167,8 +142,6 @@ SUPPOSED = [  # the file, what the caller says
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, {}, "expected a list of layers"),
     ("eagle-3", {"layer_types": ["sliding_attention"]}, {}, "sliding_attention"),
     ("eagle-3", {"sliding_window": 8}, {}, "sliding_window is 8, which is not supported"),
-    ("eagle-3", dict(sliding_window=8, model_type="mistral"), {}, "sliding_window is 8"),
-    ("eagle-3", dict(sliding_window=8, use_sliding_window=True), {}, "use_sliding_window is set"),
     ("speculators", {"transformer_layer_config": WINDOW}, {}, "sliding_window is 8, which is not"),
     ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, {}, "width is 20; .* has 16"),
     ("eagle-3", {}, {"tap": (1,)}, "unknown head option 'tap'; options: taps, fc_bias"),
@@ -272,20 +245,16 @@ def test_what_a_file_leaves_open_is_noted(tmp_path, name, hf, tensors, flag, val
 
 
 SEES_ALL = [
-    dict(sliding_window=None, model_type="mistral"),
     dict(model_type="mistral"),
     dict(sliding_window=8, model_type="qwen2"),  # whose key use_sliding_window is false by default
-    dict(sliding_window=8, use_sliding_window=False),
     dict(sliding_window=8, layer_types=["full_attention"]),
-    dict(sliding_window=4096, max_position_embeddings=2048),
 ]
 
 
 @pytest.mark.parametrize("stated", SEES_ALL, ids=lambda x: ", ".join(x))
 def test_a_layer_that_sees_all_may_state_a_window(tmp_path, stated):
-    config, _ = notes_of(write_head(tmp_path, **stated))
-    expected = notes_of(write_head(tmp_path))[0].layer.max_position_embeddings
-    assert config.layer.max_position_embeddings == stated.get("max_position_embeddings", expected)
+    layers = [load_head(write_head(tmp_path, **x), MODEL).config.layer for x in (stated, {})]
+    assert layers[0] == layers[1]
 
 
 def test_the_rotary_base_is_the_heads_own(tmp_path):
@@ -343,20 +312,3 @@ def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(tmp_path):
     np.testing.assert_array_equal(head.params["embed"], other)
     shared = load_head(directory, MODEL, own_embed=False)
     assert "embed" not in shared.params and "shares the target's" in " ".join(shared.notes)
-
-
-BARE = dataclasses.replace(MODEL, config=None)
-TARGETS = [
-    (None, None, "target is None; expected a LoadedModel"),
-    (BARE, None, "tiny has no config"),
-    (MODEL, 3, "dtype is 3"),
-    (MODEL, "int8", "dtype is 'int8'"),
-]
-
-
-@pytest.mark.parametrize(
-    ("target", "dtype", "message"), TARGETS, ids=["none", "bare", "dtype", "int8"]
-)
-def test_arguments_of_another_kind_are_refused(tmp_path, target, dtype, message):
-    with pytest.raises(ConfigError, match=message):
-        load_head(write_head(tmp_path), target, dtype)

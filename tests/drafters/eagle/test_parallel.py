@@ -1,7 +1,5 @@
 """P-EAGLE: what it computes, the law of its cache, its text, and its rounds."""
 
-from __future__ import annotations
-
 import json
 
 import jax
@@ -10,114 +8,42 @@ import numpy as np
 import pytest
 from oracles import parallel_heads
 from safetensors.numpy import load_file, save_file
+from support.block_drafts import exact
 from support.parallel_heads import HEADS, IDS, SIZES, TARGET, V, head_of, tensors_of
+from support.prefix_rounds import TEXT, N, Rounds, check_two_rounds
 from support.tiny_models import LLAMA
 
 from spec_jax import load_draft
-from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Context
 from spec_jax.drafters.eagle.parallel import peagle
 from spec_jax.errors import ConfigError
 from spec_jax.inspection import inspect
-from spec_jax.models import transformer
 from spec_jax.planning import roofline
 from spec_jax.planning.work import Setting
-from spec_jax.sampling import make_sampler
 
-TEXT = np.random.default_rng(5).integers(0, V, 14)
-N = np.arange(1, 7)  # one row a prompt's length
-MORE = 1 + N % 4  # and what each commits after it
 K = 4
-
-
-def exact(tree):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
-
-
-def features_of(config):
-    out = transformer.forward(TARGET.params, TEXT[None], config=LLAMA, taps=config.taps)
-    return out.features
-
-
-class Rounds:
-    """A drafter whose rows are prefixes of one text."""
-
-    def __init__(self, name, tree=None):
-        self.config = HEADS[name]
-        self.drafter = peagle(self.config, transformer.model(LLAMA, self.config.taps), tree)
-        self.params = {"head": head_of(self.config).params, "target": TARGET.params}
-        self.features = features_of(self.config)
-        self.tokens = jnp.asarray(np.tile(TEXT, (len(N), 1)), jnp.int32)
-        self.propose = jax.jit(self._propose, static_argnums=2)
-
-    def prefilled(self, lengths, *chunk):
-        T = int(max(lengths))
-        features = jnp.repeat(self.features[:, :T], len(N), axis=0)
-        prompt = self.tokens[:, :T], jnp.asarray(lengths), jnp.asarray(TEXT[lengths]), features
-
-        def run(params, *prompt):
-            state = self.drafter.init(params, len(N), 20)
-            return self.drafter.prefill(params, state, *prompt, *chunk)
-
-        return jax.jit(run)(self.params, *prompt)
-
-    def committed(self, state, lengths, more):
-        at = lengths[:, None] + np.arange(4)
-        new = jnp.asarray(TEXT[at + 1]), jnp.asarray(more), self.features[0][at], None
-        return jax.jit(self.drafter.commit)(self.params, state, *new)
-
-    def _propose(self, state, length, num_draft):
-        sampler = make_sampler(SamplerConfig(), len(N), V)
-        reads = (False, False, self.drafter.tree is None)
-        request = jnp.zeros(len(N), jnp.uint32)
-        context = Context(self.tokens, length, sampler, request, *reads)
-        return self.drafter.propose(self.params, state, context, num_draft)
-
-    def expected(self, length, num_draft, shift=0):
-        """Logits f64[K,V] by independent arithmetic."""
-        features, embed = exact(self.features[0, :length]), exact(TARGET.params["embed"])
-        ids = np.arange(V) if self.config.layer.vocab_size == V else IDS
-        tensors, after = exact(tensors_of(self.config)), TEXT[1 : length + 1]
-        own = parallel_heads.scores(tensors, self.config, features, after, embed, num_draft, shift)
-        logits = np.full((num_draft, V), -np.inf)
-        logits[:, ids] = own
-        return logits
 
 
 @pytest.mark.representatives("p-eagle")
 @pytest.mark.parametrize("name", HEADS)
 def test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines(name):
-    """After prefill, and after a commit of any number of tokens; one row a prefix."""
-    rounds = Rounds(name)
+    config = HEADS[name]
+    rounds = Rounds(peagle, head_of(config))
+    tensors, embed = exact(tensors_of(config)), exact(TARGET.params["embed"])
+    features = exact(rounds.features[0])
+    ids = np.arange(V) if config.layer.vocab_size == V else IDS
 
-    def check(proposal, lengths):
-        for b, n in enumerate(lengths):
-            logits = rounds.expected(n, K)
-            assert proposal.tokens[b].tolist() == logits.argmax(-1).tolist()
-            bound = 1e-5 * np.abs(logits[np.isfinite(logits)]).max()
-            np.testing.assert_allclose(proposal.logits[b], logits, rtol=0, atol=bound)
+    def expected(n):
+        logits = np.full((K, V), -np.inf)
+        prefix = features[:n], TEXT[1 : n + 1]
+        logits[:, ids] = parallel_heads.scores(tensors, config, *prefix, embed, K)
+        return logits
 
-    state = rounds.prefilled(N)
-    proposal, state = rounds.propose(state, jnp.asarray(N), K)
-    check(proposal, N)
-    here, late = (rounds.expected(N[-1], K, shift)[1:, IDS] for shift in (0, 1))
-    assert np.abs(here - late).max() > 1e-2  # masks one position further are others
-    state = rounds.committed(state, N, MORE)
-    check(rounds.propose(state, jnp.asarray(N + MORE), K)[0], N + MORE)
-    fresh = rounds.prefilled(N + MORE, 3)  # in chunks of three
-    caches = (state.cache, fresh.cache)
-    for ours, theirs in zip(*(cache.keys + cache.values for cache in caches)):
-        shape = (len(N), -1, *ours.shape[-2:])
-        for b, n in enumerate(N + MORE):
-            np.testing.assert_allclose(
-                ours.reshape(shape)[b, :, :n], theirs.reshape(shape)[b, :, :n], atol=1e-5
-            )
-    np.testing.assert_array_equal(state.cache.length, fresh.cache.length)
+    check_two_rounds(rounds, K, expected)
 
 
 @pytest.mark.exhaustive
 def test_marginals_do_not_depend_on_k():
-    rounds = Rounds("p-eagle")
+    rounds = Rounds(peagle, head_of(HEADS["p-eagle"]))
     state = rounds.prefilled(N)
     short, long = (rounds.propose(state, jnp.asarray(N), k)[0].logits for k in (2, 5))
     np.testing.assert_allclose(short, long[:, :2], atol=1e-5)

@@ -1,7 +1,5 @@
 """MTP modules put back into their model's directory: every other byte stays."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
