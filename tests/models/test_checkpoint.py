@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.block_drafts import TARGET
 from support.tiny_models import FAMILIES, LLAMA, QWEN2, QWEN3, QWEN3_MOE, random_weights
 
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.inspection import inspect
-from spec_jax.loading import LoadedModel, load_draft, load_head, load_model, load_mtp, random_head
-from spec_jax.models import transformer
+from spec_jax.loading import load_draft, load_head, load_model, load_mtp, random_head
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.families import read_config
 
@@ -80,11 +80,10 @@ def test_bfloat16_is_stored_and_loaded_as_such(tmp_path):
 def test_a_file_where_a_directory_is_saved_is_named(tmp_path, inside):
     (tmp_path / "taken").write_text("")
     directory = tmp_path / "taken" / inside
-    target = LoadedModel("t", transformer.model(LLAMA), random_weights(LLAMA), None, LLAMA)
     head = random_head(EagleConfig.of_target(LLAMA, 1), jax.random.key(0))
     modules = random_head(MtpConfig.of_target(LLAMA), jax.random.key(0))
-    saves = [lambda: head.save(directory, target), lambda: modules.save(directory, target)]
-    for save in (*saves, lambda: save_pretrained(directory, target.params, LLAMA)):
+    saves = [lambda: head.save(directory, TARGET), lambda: modules.save(directory, TARGET)]
+    for save in (*saves, lambda: save_pretrained(directory, TARGET.params, LLAMA)):
         with pytest.raises(ConfigError, match="cannot be made a directory: a file of this name is"):
             save()
 
@@ -179,15 +178,8 @@ TENSORS = {
     "scaled": (cast("int8", scale_inv=np.ones((1, 1))), f"{NAME} has dtype int8: quantised"),
     "nan": (spoil(np.nan), f"{NAME} holds NaN"),
     "infinite": (spoil(np.inf), f"{NAME} holds NaN"),
-    "no prefix": (
-        renamed(lambda name: name.removeprefix("model.")),
-        r"embed_tokens.weight is missing; there is embed_tokens.weight: the names lack the prefix "
-        r"'model\.', .* AutoModelForCausalLM\), or rename",
-    ),
-    "another prefix": (
-        renamed(lambda name: f"module.{name}"),
-        r"there is module\.model\.embed_tokens\.weight: rename .* without the prefix 'module\.'",
-    ),
+    "no prefix": (renamed(lambda name: name.removeprefix("model.")), "lack the prefix 'model"),
+    "another prefix": (renamed(lambda name: f"module.{name}"), "without the prefix 'module"),
 }
 
 

@@ -1,7 +1,5 @@
 """A product is the same in every layout, and the layout never leaves memory."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

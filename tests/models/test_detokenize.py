@@ -1,7 +1,5 @@
 """Text that is settled stays, and together it is the final text, by every kind of decoder."""
 
-from __future__ import annotations
-
 import codecs
 
 import numpy as np

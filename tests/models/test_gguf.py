@@ -1,7 +1,5 @@
 """GGUF files that ``gguf`` writes: weights, configs, tokenizers, and files that lie."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -162,10 +160,7 @@ REFUSED = {
     "llama.rope.dimension_count": (("uint32", 4), "is 4; expected that of a whole head, 8"),
     "llama.rope.scaling.type": (("string", "longrope"), "rope_type 'longrope' is not supported"),
     "llama.block_count": (("uint32", 9999), "num_hidden_layers is 9999, but the weights hold"),
-    "llama.attention.head_count": (
-        ("string", "4"),
-        "num_attention_heads is '4'; expected a positive",
-    ),
+    "llama.attention.head_count": (("string", "4"), "heads is '4'; expected a positive"),
     "llama.embedding_length": (("uint32", 32), "has shape .*; config.json asks for"),
     "llama.attention.layer_norm_rms_epsilon": (None, "layer_norm_rms_epsilon is missing"),
     "llama.feed_forward_length": (("array", [96] * 5000), "is a list of 5000 values"),
@@ -396,47 +391,39 @@ def text(value):
     return number(len(value)) + value
 
 
-GGUF = b"GGUF" + number(3, "<I")
-BIG = 2**60
+def of_counts(tensors, fields, *parts):
+    """A file that says that it holds so many tensors and fields."""
+    return b"".join([b"GGUF", number(3, "<I"), number(tensors), number(fields), *parts])
+
+
+def tensor(name, *numbers):
+    """A tensor's entry: dimensions, type and offset."""
+    return text(name) + struct.pack(f"<I{'Q' * (len(numbers) - 3)}IQ", *numbers)
+
+
+BIG, KEY = 2**60, text(b"k")
 HOSTILE = {
     "empty": b"",
     "other": b"GGML" + bytes(64),
     "version": b"GGUF" + number(1, "<I") + bytes(16),
     "highest byte first": b"GGUF" + number(3, ">I") + bytes(16),
-    "many tensors": GGUF + number(BIG) + number(0),
-    "many fields": GGUF + number(0) + number(BIG),
-    "long key": GGUF + number(0) + number(1) + number(BIG),
-    "cut off": GGUF + number(0) + number(1) + text(b"key")[:-1],
-    "no text": GGUF + number(0) + number(1) + text(b"\xff\xfe") + number(4, "<I") + bytes(4),
-    "twice": GGUF + number(0) + number(2) + 2 * (text(b"k") + number(4, "<I") + bytes(4)),
-    "type": GGUF + number(0) + number(1) + text(b"k") + number(77, "<I") + bytes(64),
-    "texts": GGUF + number(0) + number(1) + text(b"k") + struct.pack("<IIQ", 9, 8, BIG),
-    "numbers": GGUF + number(0) + number(1) + text(b"k") + struct.pack("<IIQ", 9, 0, BIG),
-    "lists of lists": GGUF
-    + number(0)
-    + number(1)
-    + text(b"k")
-    + number(9, "<I")
-    + 1000 * struct.pack("<IQ", 9, 1),
-    "dimensions": GGUF + number(1) + number(0) + text(b"t") + number(2**31, "<I") + bytes(64),
-    "no rows": GGUF + number(1) + number(0) + text(b"t") + number(1, "<I") + bytes(64),
-    "beyond the end": GGUF
-    + number(1)
-    + number(0)
-    + text(b"t")
-    + struct.pack("<IQIQ", 1, 64, 0, BIG),
-    "huge": GGUF + number(1) + number(0) + text(b"t") + struct.pack("<IQQIQ", 2, BIG, BIG, 0, 0),
-    "type of a tensor": GGUF
-    + number(1)
-    + number(0)
-    + text(b"t")
-    + struct.pack("<IQIQ", 1, 1, 4, 0),
-    "half a block": GGUF + number(1) + number(0) + text(b"t") + struct.pack("<IQIQ", 1, 33, 8, 0),
-    "over another": GGUF
-    + number(2)
-    + number(0)
-    + b"".join(text(t) + struct.pack("<IQIQ", 1, 8, 0, 0) for t in (b"t", b"u"))
-    + bytes(256),
+    "many tensors": of_counts(BIG, 0),
+    "many fields": of_counts(0, BIG),
+    "long key": of_counts(0, 1, number(BIG)),
+    "cut off": of_counts(0, 1, text(b"key")[:-1]),
+    "no text": of_counts(0, 1, text(b"\xff\xfe"), number(4, "<I"), bytes(4)),
+    "twice": of_counts(0, 2, 2 * (KEY + number(4, "<I") + bytes(4))),
+    "type": of_counts(0, 1, KEY, number(77, "<I"), bytes(64)),
+    "texts": of_counts(0, 1, KEY, struct.pack("<IIQ", 9, 8, BIG)),
+    "numbers": of_counts(0, 1, KEY, struct.pack("<IIQ", 9, 0, BIG)),
+    "lists of lists": of_counts(0, 1, KEY, number(9, "<I"), 1000 * struct.pack("<IQ", 9, 1)),
+    "dimensions": of_counts(1, 0, text(b"t"), number(2**31, "<I"), bytes(64)),
+    "no rows": of_counts(1, 0, text(b"t"), number(1, "<I"), bytes(64)),
+    "beyond the end": of_counts(1, 0, tensor(b"t", 1, 64, 0, BIG)),
+    "huge": of_counts(1, 0, tensor(b"t", 2, BIG, BIG, 0, 0)),
+    "type of a tensor": of_counts(1, 0, tensor(b"t", 1, 1, 4, 0)),
+    "half a block": of_counts(1, 0, tensor(b"t", 1, 33, 8, 0)),
+    "over another": of_counts(2, 0, *(tensor(x, 1, 8, 0, 0) for x in (b"t", b"u")), bytes(256)),
 }
 
 
@@ -460,7 +447,7 @@ def test_a_list_of_as_many_texts_as_are_allowed_is_bounded(tmp_path, monkeypatch
     monkeypatch.setattr(header, "MAX_TEXTS", 10)
     file = tmp_path / "bad.gguf"
     lists = b"".join(text(k) + struct.pack("<IIQ", 9, 8, 6) + 6 * text(b"") for k in (b"a", b"b"))
-    file.write_bytes(GGUF + number(0) + number(2) + lists)
+    file.write_bytes(of_counts(0, 2, lists))
     with pytest.raises(WeightsError, match="6 texts in lists; expected at most 4"):
         load_model(file)
 

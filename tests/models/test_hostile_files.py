@@ -1,7 +1,5 @@
 """Model directories of strangers: what they state is refused where it is read, and named."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.block_drafts import TARGET
 from support.published_heads import MODEL, write_head
 from support.tiny_models import BAMBA, DEEPSEEK, LLAMA, MAMBA2, QWEN2, QWEN3_NEXT, random_weights
 from support.tiny_tokenizers import letters
@@ -18,8 +17,6 @@ from spec_jax import load_head, load_mtp
 from spec_jax.data.records import read_records
 from spec_jax.errors import ConfigError, SpecJaxError, WeightsError
 from spec_jax.inspection import inspect
-from spec_jax.loading import LoadedModel
-from spec_jax.models import transformer
 from spec_jax.models.checkpoint import load_pretrained, save_pretrained
 from spec_jax.models.families import family_of_type, read_config
 from spec_jax.models.shards import INDEX, SINGLE
@@ -95,67 +92,45 @@ def test_a_value_that_means_nothing_is_refused_with_its_file_key_and_value(tmp_p
             assert kind in MODULES or "config.json" in message
 
 
-LENGTH, NO_ROPE = "original_max_position_embeddings", {"rope_scaling": None}
+LENGTH, ABSENT = "original_max_position_embeddings", ...
 YARN = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
-YARN_33, ABSENT = {"rope_scaling": YARN | {LENGTH: 33}}, ...
-LLAMA3_SCALING = LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NO_ROPE = {"rope_scaling": None}
 HEADS = dict(num_key_value_heads=8, num_attention_heads=8, head_dim=4)
-WINDOW = LLAMA.max_position_embeddings
-QWEN = dict(hidden_size=512, num_attention_heads=64)
-QWEN_ABSENT = QWEN | dict.fromkeys(("num_key_value_heads", "head_dim"), ABSENT)
-SAME = {  # other spellings, and what is left out; and what each of them means
+MISTRAL = HEADS | dict(model_type="mistral")
+SCALING = LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NEWER = dict(rope_parameters=SCALING | {"rope_theta": 5e5}, rope_scaling=ABSENT, rope_theta=ABSENT)
+
+
+def of_length(n):
+    return NO_ROPE | dict(max_position_embeddings=n)
+
+
+def of_yarn(n, **more):
+    return {"rope_scaling": YARN | {LENGTH: n} | more}
+
+
+def older(key):
+    return dict(rope_scaling=SCALING | {"rope_type": ABSENT, key: "llama3"}, rope_theta=5e5)
+
+
+# Other spellings, and what is left out, and what each of them means; tests/parity/test_configs.py
+# compares more of them with transformers.
+SAME = {
     "flags": (dict(tie_word_embeddings=1, attention_bias=0), dict(tie_word_embeddings=True)),
     "no window": (dict(use_sliding_window=0), {}),
     "a size": (dict(hidden_size=float(LLAMA.hidden_size)), {}),
-    "a length": (dict(max_position_embeddings=4096.0), dict(max_position_embeddings=4096)),
-    "a long one": (
-        NO_ROPE | dict(max_position_embeddings=10**30),
-        NO_ROPE | dict(max_position_embeddings=2**31 - 1),
-    ),
-    "of yarn": (
-        dict(rope_scaling=YARN | {LENGTH: 4096.0, "truncate": 0}),
-        dict(rope_scaling=YARN | {LENGTH: 4096}),
-    ),
-    "no length of yarn": ({}, dict(rope_scaling=YARN | {LENGTH: LLAMA.max_position_embeddings})),
-    "a null length": (YARN_33 | {LENGTH: None}, YARN_33),
-    "one at the top": (YARN_33 | {LENGTH: 77}, dict(rope_scaling=YARN | {LENGTH: 77})),
+    "a length": (of_length(4096.0), of_length(4096)),
+    "a long one": (of_length(10**30), of_length(2**31 - 1)),
+    "of yarn": (of_yarn(4096.0, truncate=0), of_yarn(4096)),
+    "no length of yarn": ({}, of_yarn(LLAMA.max_position_embeddings)),
+    "a null length": (of_yarn(33) | {LENGTH: None}, of_yarn(33)),
+    "one at the top": (of_yarn(33) | {LENGTH: 77}, of_yarn(77)),
     "no scaling": (dict(rope_scaling=False, hidden_act=""), NO_ROPE),
-    "no base": (NO_ROPE | dict(rope_theta=ABSENT), NO_ROPE | dict(rope_theta=10000.0)),
-    **{
-        f"{key} of an older spelling": (
-            dict(
-                rope_scaling=LLAMA3_SCALING | {"rope_type": ABSENT, key: "llama3"}, rope_theta=5e5
-            ),
-            dict(
-                rope_parameters=LLAMA3_SCALING | {"rope_theta": 5e5},
-                rope_scaling=ABSENT,
-                rope_theta=ABSENT,
-            ),
-        )
-        for key in ("rope_type", "type")
-    },
-    "no heads": (
-        dict(num_key_value_heads=ABSENT, head_dim=ABSENT),
-        dict(num_key_value_heads=4, head_dim=4),
-    ),
-    **{
-        f"no heads of {kind}": (
-            QWEN_ABSENT | dict(model_type=kind, max_position_embeddings=ABSENT),
-            QWEN
-            | dict(model_type=kind, num_key_value_heads=32, head_dim=head_dim)
-            | dict(max_position_embeddings=32768),
-        )
-        for kind, head_dim in (("qwen2", 8), ("qwen3", 128))
-    },
-    "a mistral": (HEADS | dict(model_type="mistral", sliding_window=None), HEADS),
-    "one whose window hides nothing": (
-        HEADS | dict(model_type="mistral", sliding_window=WINDOW, num_key_value_heads=ABSENT),
-        HEADS,
-    ),
-    "windows after the last layer": (
-        dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-        {},
-    ),
+    "an older spelling": (older("rope_type"), NEWER),
+    "the oldest spelling": (older("type"), NEWER),
+    "a mistral": (MISTRAL | dict(sliding_window=None), HEADS),
+    "a window of all": (MISTRAL | dict(sliding_window=LLAMA.max_position_embeddings), HEADS),
+    "a late one": (dict(use_sliding_window=True, sliding_window=8, max_window_layers=2), {}),
     "no stop token": (dict(eos_token_id=-1), dict(eos_token_id=None)),
     "one of two": (dict(eos_token_id=[2, -1]), dict(eos_token_id=2)),
 }
@@ -232,9 +207,8 @@ def test_modules_that_are_not_there_are_refused(tmp_path, count):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     tensors = {"model.mtp_layers.0.x": np.zeros(1), f"model.layers.{'9' * 5000}.x": np.zeros(1)}
     save_file(tensors, tmp_path / SINGLE)
-    target = LoadedModel("tiny", transformer.model(LLAMA), random_weights(LLAMA), config=LLAMA)
     with pytest.raises(SpecJaxError, match=f"(num_nextn_predict_layers|num_modules) is {count!r}"):
-        load_mtp(tmp_path, target)
+        load_mtp(tmp_path, TARGET)
 
 
 FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX]

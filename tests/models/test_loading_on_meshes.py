@@ -1,7 +1,5 @@
 """Directories that are read straight onto a mesh: what they hold, what is read, what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """What loading onto a mesh holds on the host and reads from files, in processes of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The transformer: cached against cache-free, causality, rotary embedding."""
+"""The transformer: causality, rotary embedding, weights, taps."""
 
 import dataclasses
 
@@ -14,45 +14,6 @@ from spec_jax.models.config import ModelConfig, RopeConfig
 from spec_jax.models.params import init_params, num_params
 from spec_jax.models.rope import rope_frequencies
 
-forward = jax.jit(transformer.forward, static_argnames="config")
-unembed = jax.jit(transformer.unembed)
-whole = jax.jit(transformer.logits, static_argnames="config")
-
-
-def ragged_logits(config, params, tokens, lengths, advances):
-    """Logits of the tokens after each row's prompt, fed in windows of 3 that keep 1..3."""
-    B, T = tokens.shape
-    rows = np.arange(B)[:, None]
-    padded = np.where(np.arange(6) < lengths[:, None], tokens[:, :6], 7)
-    cache = KVCache.create(config, B, T + 3, params["embed"].dtype)
-    cache = forward(params, jnp.asarray(padded), cache, config=config).cache.commit(lengths)
-    seen = np.full((B, T, config.vocab_size), np.nan, np.float32)
-    for n in advances:
-        start = np.asarray(cache.length)
-        window = tokens[rows, np.minimum(start[:, None] + np.arange(3), T - 1)]
-        output = forward(params, window, cache, config=config)
-        logits = np.asarray(unembed(params, output.hidden))
-        for b in range(B):
-            seen[b, start[b] : start[b] + n[b]] = logits[b, : n[b]]
-        np.testing.assert_array_equal(output.cache.length, start)
-        cache = output.cache.commit(jnp.asarray(n))
-    return seen, np.asarray(cache.length)
-
-
-@pytest.mark.representatives("qwen3")
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)
-def test_cached_forward_equals_cache_free_forward_on_ragged_rows(config):
-    params, tokens = random_weights(config), random_tokens(3, 12)
-    lengths = np.array([6, 3, 1])
-    advances = np.array([[1, 3, 2], [3, 1, 3], [0, 2, 1], [2, 3, 3]])
-    seen, end = ragged_logits(config, params, tokens, lengths, advances)
-    expected = np.asarray(whole(params, tokens, config=config))
-    for b in range(3):
-        assert end[b] == lengths[b] + advances[:, b].sum()
-        np.testing.assert_allclose(
-            seen[b, lengths[b] : end[b]], expected[b, lengths[b] : end[b]], atol=2e-5
-        )
-
 
 def test_each_output_depends_on_its_own_and_earlier_tokens_only():
     tokens = jnp.arange(7, dtype=jnp.int32)[None]  # distinct, so embedding rows are positions
@@ -65,14 +26,6 @@ def test_each_output_depends_on_its_own_and_earlier_tokens_only():
     depends = np.abs(np.asarray(jacobian)).max(axis=-1) > 1e-7  # [output, input]
     np.testing.assert_array_equal(depends, np.tri(7, dtype=bool))
     assert (np.asarray(jacobian)[~np.tri(7, dtype=bool)] == 0).all()
-
-
-def test_only_relative_positions_matter():
-    params, tokens = random_weights(LLAMA), random_tokens(3, 12)
-    positions = jnp.broadcast_to(jnp.arange(12), (3, 12))
-    run = lambda p: forward(params, tokens, config=LLAMA, positions=p).hidden
-    np.testing.assert_allclose(run(positions + 9), run(positions), atol=1e-4)
-    assert float(jnp.abs(run(2 * positions) - run(positions)).max()) > 1e-2
 
 
 def test_yarn_may_scale_nothing_and_state_its_factor():

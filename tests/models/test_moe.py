@@ -1,7 +1,5 @@
 """Experts: those that a token chose, and no others."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

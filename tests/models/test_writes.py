@@ -1,8 +1,6 @@
 """How caches are written on each platform; whether the installed jax writes in place, and what is
 said where it does not."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings
