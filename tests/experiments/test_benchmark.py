@@ -1,7 +1,5 @@
 """The benchmark runs end to end on tiny shapes, and what it reports follows from its times."""
 
-from __future__ import annotations
-
 import json
 import types
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from support.products import products
 from support.runs import check_run_files
+from support.tiny_models import TINY
 
 from configs import benchmark as default
 from experiments import benchmark
@@ -20,22 +19,20 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation import timing
 from spec_jax.loading import load_model
 
-TINY = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-TINY |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
-TINY |= dict(tie_word_embeddings=True)
-DRAFT = {**TINY, "num_hidden_layers": 1}
+SHAPE = TINY | dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+SHAPE |= dict(tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def config():
     config = default.get_config()
     config.llama110m.update(slots=128, prompt_tokens=5, new_tokens=12, k=2, repeats=2)
-    config.llama110m.target.update(TINY)
-    config.llama110m.draft.update(DRAFT)
+    config.llama110m.target.update(SHAPE)
+    config.llama110m.draft.update(SHAPE | {"num_hidden_layers": 1})
     config.training.update(
         lm_batch=2, draft_vocab_size=24, num_steps=2, batch=2, length=16, repeats=2
     )
-    config.training.target.update(TINY)
+    config.training.target.update(SHAPE)
     return config
 
 
@@ -118,7 +115,7 @@ def test_a_part_that_fails_is_left_out_and_finished_parts_are_shown(config, tmp_
 
 @pytest.mark.exhaustive
 def test_the_plain_loop_decodes_what_the_decoder_decodes():
-    decoder = SpeculativeDecoder(random_model("t", TINY, 0))
+    decoder = SpeculativeDecoder(random_model("t", SHAPE, 0))
     begin = lambda *stops: llama110m.start(decoder, [7, 1, 2, 9, 8, 8], 128, 9, stops)
     stop = llama110m.GenerateTimer(decoder, begin()).tokens[4]
     state = begin(stop)

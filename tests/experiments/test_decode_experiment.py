@@ -19,17 +19,10 @@ from experiments.comparison.setup import Setup, resolve
 from experiments.decode import decode
 from spec_jax import load_model
 from spec_jax.data.questions import Question
-from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.prompts import PromptEncoder, fit
-from spec_jax.loading import random_head
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-KEYS = set(
-    "method k temperature rule tau acceptance_by_position tokens_per_s speedup predicted_speedup "
-    "identical_to_plain rounds compile_s emitted first accepted corrected bonus drafted "
-    "looping_share expected_by_position".split()
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +48,12 @@ def run(pair, tmp_path_factory):
 
 def test_a_run_leaves_its_folder(run):
     folder, _ = run
-    names = "answers.jsonl config.json environment.json inputs.json report.html report.json "
-    names = [*names.split(), "report.md", "state.jsonl"]
-    plots = ("acceptance", "predicted", "speedup")
-    names += [f"{plot}.{kind}" for plot in plots for kind in ("pdf", "png", "svg")]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
-    assert (folder / "speedup.png").read_bytes()[1:4] == b"PNG"
-    assert (folder / "speedup.pdf").read_bytes()[1:4] == b"PDF"
     assert check_run_files(folder, "decode")["config"]["ks"] == []
+    plots = {path.stem for path in folder.glob("*.png") if path.read_bytes()[1:4] == b"PNG"}
+    assert plots == {"acceptance", "predicted", "speedup"}
+    assert all((folder / f"{plot}.{kind}").exists() for plot in plots for kind in ("pdf", "svg"))
     text = (folder / "report.md").read_text()
-    assert re.search(r"\| draft +\| +3 +\| +1 +\| residual +\|", text)
-    assert "speedup.png" in text
+    assert re.search(r"\| draft +\| +3 +\| +1 +\| residual +\|", text) and "speedup.png" in text
     written = {path.suffix: path.stat().st_mtime_ns for path in folder.glob("[rs][ep]*")}
     assert written[".md"] <= min(written[".png"], written[".html"])  # a plot that fails costs none
 
@@ -80,40 +68,12 @@ def test_the_report_holds_every_cell_and_only_valid_json(run):
     of = lambda T, *rules: [*zip(("plain", "ngram", "draft"), (0, 3, 3), (T,) * 3, rules)]
     assert cells == of(0, *["greedy"] * 3) + of(1, "match", "match", "residual")
     for r in report_json["results"]:
-        assert set(r) >= KEYS
         assert r["emitted"] == r["first"] + r["accepted"] + r["corrected"] + r["bonus"] == 16
         assert len(r["acceptance_by_position"]) == r["k"]
         assert r["identical_to_plain"] is (None if r["rule"] == "residual" else True)
         assert r["speedup"] > 0 and r["predicted_speedup"] > 0 and r["tokens_per_s"] > 0
-        if r["method"] == "plain":
-            assert r["speedup"] == r["predicted_speedup"] == r["tau"] == 1
-            assert r["speedup_interval"] is None
-        else:
-            low, high = r["speedup_interval"]
-            assert 0 <= low < r["speedup"] < high and r["num_pairs"] == 2
-            ratio = r["tokens_per_s"] / r["plain_tokens_per_s"]
-            assert r["speedup"] == pytest.approx(ratio)
         has_expected = r["temperature"] > 0 and r["k"] > 0
         assert len(r["expected_by_position"]) == (r["k"] if has_expected else 0)
-
-
-@pytest.mark.exhaustive
-def test_heads_and_trees_have_rows_of_their_own(pair, tmp_path, capsys):
-    target = load_model(pair / "target")
-    head = random_head(EagleConfig.of_target(target.config, 3, 150), jax.random.key(0))
-    head.save(tmp_path / "eagle", target)
-    shapes = dict(trees="2x1, 5:2:3", ks=(2,), temperatures=(0,))
-    result = decode(small(pair, drafts=str(tmp_path / "eagle"), **shapes), tmp_path / "run")
-    cells = [(r["method"], r["k"], r["tree"]) for r in result["results"]]
-    rows = ((2, None), (4, "2x1"), (5, "5:2:3"))
-    assert cells == [("plain", 0, None), *(("eagle", *row) for row in rows)]
-    for r in result["results"]:
-        assert r["identical_to_plain"] and len(r["drafted_at"]) == (2 if r["k"] else 0)
-        is_tree = r["tree"] is not None
-        assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
-    assert set(result["costs"][1]["draft_ms"]) == set(result["costs"][1]["first_ms"]) == {"eagle"}
-    assert result["models"]["eagle"]["vocabulary"] == 150
-    assert "eagle 2x1" in capsys.readouterr().out
 
 
 def test_each_draft_has_a_k_of_its_own_unless_ks_says_otherwise(pair):
@@ -154,15 +114,11 @@ def test_a_folder_of_another_run_is_refused_and_a_finished_one_goes_on(run, pair
     assert [r["rounds"] for r in again["results"]] == [r["rounds"] for r in run[1]["results"]]
 
 
-def test_a_config_file_with_other_keys_is_refused(pair):
+def test_a_config_file_without_a_key_is_refused(pair):
     config = small(pair)
     with config.unlocked():
         del config["seed"]
     with pytest.raises(ConfigError, match="lacks seed"):
-        resolve(config)
-    with config.unlocked():
-        config.head = "x"
-    with pytest.raises(ConfigError, match="no key 'head'; its keys"):
         resolve(config)
 
 
@@ -177,23 +133,16 @@ def command(*args):
     return subprocess.run([sys.executable, "-m", "experiments.decode", *map(str, args)], **options)
 
 
-ARGS = [
-    (["--config.num_prompt=3"], "no key 'num_prompt' (did you mean num_prompts?)"),
-    (["--config.num_prompts=many"], "--config.num_prompts=many: expected an integer"),
-]
-
-
-@pytest.mark.representatives("args0-no key 'num_prompt' (did you mean num_prompts?)")
-@pytest.mark.parametrize("args, message", ARGS)
-def test_the_command_answers_bad_input_in_one_line(args, message):
-    done = command(*args)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_the_command_answers_bad_input_in_one_line():
+    done = command("--config.num_prompt=3")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: ")
+    assert "no key 'num_prompt' (did you mean num_prompts?)" in line
 
 
 @pytest.mark.exhaustive
 def test_the_command_takes_typed_overrides(pair, tmp_path):
+    assert "num_prompts=many: expected an integer" in command("--config.num_prompts=many").stderr
     overrides = f"target={pair / 'target'} drafts=ngram ks=1,2 temperatures=0.5 num_prompts=2"
     overrides += " sampler.top_k=5 draft_temperature=0.7 batches=2 max_new_tokens=4"
     overrides += " has_expected=false max_prompt_tokens=16"

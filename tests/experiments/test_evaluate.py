@@ -1,6 +1,5 @@
 """The experiment that evaluates: figures, their intervals and differences, and what it refuses."""
 
-import itertools
 import json
 import math
 import pathlib
@@ -11,10 +10,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from support.files import experiment_files, held_out, write_lines
+from support.files import experiment_files
 from support.mtp_modules import write_with_modules
 from support.pairs import tiny_pair
-from support.runs import check_run_files
+from support.runs import check_run_files, killed_at
 from support.tiny_models import GLM4_MOE, LLAMA
 
 from configs import (
@@ -25,9 +24,7 @@ from configs import (
     evaluate_zoo,
 )
 from experiments import evaluate
-from experiments.comparison.session import notes_of_machines
 from experiments.comparison.setup import Setup, resolve
-from experiments.run.journal import Journal
 from spec_jax.data import python_source
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.engine.stats import Stats
@@ -52,8 +49,6 @@ def config(tmp_path_factory):
     shape = experiment_files(folder, LLAMA)
     head = random_head(EagleConfig.of_target(shape, 1), jax.random.key(1))
     head.save(folder / "head", load_model(folder / "target"), format="EAGLE-1")
-    prompts = ({"prompt": held_out(1)[0][i : i + 9]} for i in (0, 40, 90))
-    write_lines(folder / "prompts.jsonl", prompts)
     config = evaluate_zoo.get_config()
     config.target = str(folder / "target")
     config.drafts = f"{folder / 'head'}, {folder / 'target'}"
@@ -62,31 +57,41 @@ def config(tmp_path_factory):
     return config
 
 
-def test_a_draft_equal_to_the_target_is_always_accepted(config, tmp_path, capsys):
-    config = config.copy_and_resolve_references()
-    config.drafts = config.target
-    plain, same = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
-    low, high = same["tau_interval"]
-    assert 2 < low <= same["tau"] <= high <= 3 and plain["tau"] == 1
-    np.testing.assert_allclose(same["acceptance_by_position"], 1)
-    assert same["identical_to_plain"] and same["speedup"] > 0
-    for r in (plain, same):
-        assert sum(r["round_parts_ms"].values()) == pytest.approx(r["round_ms"])
-    saved = check_run_files(tmp_path / "run", "evaluate")
-    assert saved["results"][1]["rounds"] == same["rounds"] and same["draft_cost"] > 0
-    assert "mean acceptance length" in capsys.readouterr().out
-    text = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
-    assert re.search(r"with all models\*\*: [\d,]+ MiB", text)
-
-
 @pytest.mark.exhaustive
-def test_a_head_is_compared_with_the_best_and_with_its_teacher_forced_acceptance(config, tmp_path):
-    _, head, same = evaluate.evaluate(config, str(tmp_path / "run"))["results"]
+def test_a_head_is_compared_with_the_best_and_with_its_teacher_forced_acceptance(
+    config, tmp_path, capsys
+):
+    """In a chain and in trees; the other draft is the target itself, which is always right."""
+    config = config.copy_and_resolve_references()
+    config.trees = "2x1, 5:2:3"
+    report = evaluate.evaluate(config, str(tmp_path / "run"))
+    cells = {(r["method"], r["tree"]): r for r in report["results"]}
+    head, same = cells["head", None], cells["target", None]
+    assert [*cells] == [
+        ("plain", None),
+        *((name, tree) for name in ("head", "target") for tree in (None, "2x1", "5:2:3")),
+    ]
+    assert [cells["head", tree]["k"] for tree in (None, "2x1", "5:2:3")] == [2, 4, 5]
+    for r in cells.values():
+        assert r["identical_to_plain"]
+        is_tree = r["tree"] is not None
+        assert (r["predicted_speedup"] == r["predicted_speedup"]) is not is_tree  # NaN
+        parts_ms = r["round_parts_ms"]
+        assert is_tree or sum(parts_ms.values()) == pytest.approx(r["round_ms"])
     assert same["compared_with"] == head["label"]
     assert same["difference"][0].value == pytest.approx(same["tau"] - head["tau"])
     assert 1 <= head["tau"] < same["tau"] and head["draft_cost"] > 0
     gaps = np.subtract(head["teacher_forced"], head["acceptance_by_position"])
     assert np.nanmax(np.abs(gaps)) < 0.01
+    low, high = same["tau_interval"]
+    assert 2 < low <= same["tau"] <= high <= 3
+    np.testing.assert_allclose(same["acceptance_by_position"], 1)
+    saved = check_run_files(tmp_path / "run", "evaluate")
+    assert saved["results"][1]["rounds"] == head["rounds"] and same["draft_cost"] > 0
+    out = capsys.readouterr().out
+    assert "mean acceptance length" in out and "head 2x1" in out
+    text = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    assert re.search(r"with all models\*\*: [\d,]+ MiB", text)
 
 
 def test_batch_sizes_are_sorted_and_hold_no_more_rows_than_there_are_prompts(config):
@@ -99,13 +104,6 @@ def test_batch_sizes_are_sorted_and_hold_no_more_rows_than_there_are_prompts(con
     other.update({"drafts": "ngram", "batches": (2, 8)})
     setup = Setup.of(other)
     assert setup.config.batches == (2, 3) and "batches of 8 are of 3" in setup.notes[-1]
-
-
-def test_a_run_that_went_on_elsewhere_says_so():
-    on = lambda answers, **machine: {"machine": {"cpu_model": "A", **machine}, "answers": answers}
-    assert notes_of_machines([on(0, jax="1")]) == []
-    (note,) = notes_of_machines([on(0, jax="1"), on(40, jax="2"), on(90, jax="2", cpu_model="B")])
-    assert "after 40 answers, from jax 1 to 2; after 90 answers, from cpu_model A to B" in note
 
 
 def test_every_config_resolves(config):
@@ -134,20 +132,6 @@ def test_a_target_without_a_tokenizer_is_refused_before_anything_is_made(config,
         Setup.of(other)
 
 
-def test_intervals_are_those_of_the_mean_and_of_paired_differences():
-    draw = np.random.default_rng(0)
-    rounds = draw.integers(5, 9, 400)
-    accepted = draw.binomial(rounds[:, None], [0.6, 0.0])
-    counts = Counts(rounds + accepted[:, 0], rounds, np.stack([rounds, 0 * rounds], 1), accepted)
-    tau, (accept, never) = counts.intervals()
-    assert tau.value == pytest.approx(1 + accept.value) and tau.low < 1.6 < tau.high
-    error = 1.96 * np.sqrt(0.6 * 0.4 / rounds.sum())
-    widths = [accept.high - accept.value, accept.value - accept.low]
-    np.testing.assert_allclose(widths, error, rtol=0.15)
-    assert np.isnan(never).all() and str(never) == "–"
-    assert counts.less(counts)[0] == (0, 0, 0)  # the same prompts on both sides
-
-
 def test_the_turns_of_a_question_count_together():
     turn = lambda rounds: Stats(
         emitted=2 * rounds + 1,
@@ -162,6 +146,7 @@ def test_the_turns_of_a_question_count_together():
     counts = Counts.of([[Row(turn(3)), Row(turn(4))], [Row(turn(5))]])
     assert counts.rounds.tolist() == [7, 5] and counts.tokens.tolist() == [14, 10]
     assert counts.accepted.tolist() == [[7], [5]]
+    assert counts.less(counts)[0] == (0, 0, 0)  # the same questions on both sides
 
 
 def test_rows_that_end_early_leave_a_batch_less_busy():
@@ -276,37 +261,14 @@ def test_later_turns_follow_what_plain_decoding_has_answered(twenty):
         assert line["turns"][1]["prompt"] == plain["turns"][1]["prompt"]
 
 
-class Killed(Exception):
-    """What ends a run in the middle."""
-
-
-def kill_in_the_middle(config, folder, count):
-    """Runs until so many groups of answers are on disk; returns its lines."""
-    append, left = Journal.append, itertools.count(count, -1)
-
-    def until_none_is_left(self, rows):
-        if self.path.name == "answers.jsonl" and not next(left):
-            raise Killed
-        append(self, rows)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Journal, "append", until_none_is_left)
-        evaluate.evaluate(config, folder)
-    return lines(folder)
-
-
-def report_of(folder):
-    """What report.json holds beside times."""
-    found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return timeless(found)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.landing
 def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     pair, data, folder, rep = twenty
     config, run = config_of(pair, data), tmp_path / "run"
-    before = kill_in_the_middle(config, run, 14)
+    with killed_at("answers.jsonl", 14):
+        evaluate.evaluate(config, run)
+    before = lines(run)
     assert 14 <= len(before) < 240
     with open(run / "answers.jsonl", "a") as file:
         file.write(lines(folder)[len(before)][:40])  # what a process killed in mid-line leaves
@@ -314,6 +276,7 @@ def test_killed_in_the_middle_it_ends_with_the_same_report(twenty, tmp_path):
     after = lines(run)
     whole = len(before) // 3 * 3  # a group that is not whole is measured again
     assert len(after) == 240 and after[: whole - 12] == before[: whole - 12]
+    report_of = lambda at: timeless(json.loads((at / "report.json").read_text(encoding="utf-8")))
     assert report_of(run) == report_of(folder) and len(resumed["results"]) == 12
     assert resumed["is_complete"]
     again = evaluate.evaluate(config, run)  # nothing is left to do, so that times are the same, too

@@ -3,8 +3,6 @@
 The real workers are compared in ``tests/parity/test_transformers_peers.py``.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys
@@ -12,6 +10,7 @@ import sys
 import pytest
 from support import fake_peer
 from support.runs import check_run_files
+from support.tiny_models import TINY
 
 from configs import benchmark as default
 from experiments import benchmark
@@ -20,8 +19,7 @@ from experiments.benchmarks.peers import OURS, THEIRS, PeerCell
 from experiments.benchmarks.shapes import random_model
 from spec_jax.models.checkpoint import save_pretrained
 
-SHAPE = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
-SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+SHAPE = TINY | dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
 SHAPE |= dict(tie_word_embeddings=True)
 
 

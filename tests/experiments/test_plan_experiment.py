@@ -1,7 +1,5 @@
 """The planner's experiment: what it writes and refuses, and a small plan where libtpu is there."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

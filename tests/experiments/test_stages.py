@@ -174,17 +174,15 @@ def test_a_trace_of_devices_counts_one_of_them(tmp_path):
 def test_a_table_says_what_is_left_and_several_processes_are_refused(monkeypatch):
     stage = profiling.StageTime("verify", "mlp", 1.92, 0.96, 0.1, 80.0)
     record = profiling.RoundProfile(9, 2.0, 3.0, 0.96, (stage,))
-    (section,) = profiling.sections({"mine": record})
-    assert "mine: a round takes 2.000 ms; traced, 3.000 (1.50 times as long)" in section.title
-    rows = section.table.rows
-    assert rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
-    assert rows[1][:3] == ("begin and end of the call", "0.080", "4.0%")
     late = dataclasses.replace(record, covered=1.01, spread=1.7)
-    (section,) = profiling.sections({"mine": late})
-    assert section.table.rows[1][:3] == ("begin and end of the call", "0.000", "0.0%")
-    assert "The machine was busy: a call without a trace took up to 1.70 times" in section.text[1]
-    (section,) = profiling.sections({"mine": dataclasses.replace(record, note="nothing traced")})
-    assert section.text == [profiling.LEGEND, "nothing traced"]
+    empty = dataclasses.replace(record, note="nothing traced")
+    one, two, three = profiling.sections({"mine": record, "late": late, "empty": empty})
+    assert one.table.rows[0] == ("verify: mlp", "1.920", "96.0%", "0.100", "80.0")
+    left = [section.table.rows[1][:3] for section in (one, two)]
+    rest = "begin and end of the call"
+    assert left == [(rest, "0.080", "4.0%"), (rest, "0.000", "0.0%")]
+    assert "a call without a trace took up to 1.70 times" in two.text[0]
+    assert three.text == ["nothing traced"]
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(ConfigError, match="traces one process; these are 2"):
         profiling.check()

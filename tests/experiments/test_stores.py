@@ -35,7 +35,18 @@ from spec_jax.train.objective import View
 TEXT = "".join(f"line {i}\n" for i in range(200))
 
 
-def packed(folder, *, text, template, bos, normalizer, **changes):
+EMBED, LAYER = np.zeros((31, 16), np.float32), np.zeros((2, 3, 4), np.float32)
+TEMPLATE = CHATML + "{{ mark }}"
+
+
+def changed(array):
+    """A copy with another last value."""
+    other = array.copy()
+    other.flat[-1] = 1e-30
+    return other
+
+
+def packed(folder, text="x" * 900, template=TEMPLATE, bos="<s>", normalizer=None, **changes):
     """Packed training text; returns how often it was packed."""
     source = folder / "texts"
     source.mkdir(exist_ok=True)
@@ -52,25 +63,29 @@ def packed(folder, *, text, template, bos, normalizer, **changes):
     return made.call_count // 2  # both splits
 
 
-def views(folder, *, embed, layer, tokens, begins, eps, taps, version):
+def views(folder, embed=EMBED, layer=LAYER, tokens=(1, 2, 3), begins=(0, 0, 0), **changes):
     """The target's states; returns how often they were computed."""
     target = {"embed": jnp.asarray(embed), "layers": [jnp.asarray(layer, jnp.bfloat16)]}
     made = mock.Mock(return_value=View(jnp.zeros((1, 3, 2)), jnp.ones((1, 3, 2))))
-    config = dataclasses.replace(LLAMA, rms_norm_eps=eps)
-    with mock.patch.object(view_cache, "__version__", version):
-        cache = view_cache.ViewCache(folder, 1 << 20, target, config, taps)
+    values = dict(eps=1e-6, taps=(0, 1), version="1") | changes
+    config = dataclasses.replace(LLAMA, rms_norm_eps=values["eps"])
+    with mock.patch.object(view_cache, "__version__", values["version"]):
+        cache = view_cache.ViewCache(folder, 1 << 20, target, config, values["taps"])
     cache.view(made, np.asarray([tokens]), np.asarray([begins]))
     return made.call_count
 
 
-def continuations(folder, *, weights, tokenizer, template, text, version, **changes):
+def continuations(
+    folder, text=(1, 2, 3), version="1", weights="0" * 99, tokenizer="{}", template="a", **changes
+):
     """What the teacher writes; returns how often it wrote it."""
     teacher = folder / "teacher"
     teacher.mkdir(exist_ok=True)
     files = {"model.safetensors": weights, "tokenizer.json": tokenizer, "config.json": "{}"}
     for name, content in (files | {"chat_template.jinja": template}).items():
         (teacher / name).write_text(content)
-    config = ConfigDict({"teacher": str(teacher), "own_share": 0.5, **changes})
+    options = dict(own_share=0.5, seed=0, length=9, own_batches=1, own_batch=1, own_prompt=1)
+    config = ConfigDict({"teacher": str(teacher)} | options | changes)
     made = mock.Mock(return_value=np.zeros(3, np.int32))
     with (
         mock.patch.object(lm, "_continue", made),
@@ -80,7 +95,7 @@ def continuations(folder, *, weights, tokenizer, template, text, version, **chan
     return made.call_count
 
 
-def cells(folder, *, hbm_bytes, batch, eps, name, version, jax_version, libtpu):
+def cells(folder, hbm_bytes=1e9, batch=1, eps=1e-6, name="a", **versions):
     """What a plan has found; returns how often it was searched."""
     v5e = Topology.parse("v5e:1x1")
     topology = dataclasses.replace(v5e, chip=dataclasses.replace(v5e.chip, hbm_bytes=hbm_bytes))
@@ -94,85 +109,33 @@ def cells(folder, *, hbm_bytes, batch, eps, name, version, jax_version, libtpu):
     with (
         mock.patch.object(plan_cells, "make_cell", made),
         mock.patch.object(plan_cells.plan, "compile_and_count", return_value=compiled),
-        mock.patch.object(plan_cells, "_libtpu", return_value=libtpu),
-        mock.patch.object(plan_cells.jax, "__version__", jax_version),
-        mock.patch.object(plan_cells.spec_jax, "__version__", version),
+        mock.patch.object(plan_cells, "_libtpu", return_value=versions.get("libtpu", "1")),
+        mock.patch.object(plan_cells.jax, "__version__", versions.get("jax", "1")),
+        mock.patch.object(plan_cells.spec_jax, "__version__", versions.get("spec_jax", "1")),
     ):
         plan_cells.plan_cell(folder, topology, job, config, lambda _: jax.devices()[:1])
     return made.call_count
 
 
-EMBED, LAYER = np.zeros((31, 16), np.float32), np.zeros((2, 3, 4), np.float32)
+# Each input in turn has another value.
+STORES = {
+    packed: dict(text="x" * 899 + "y", template=CHATML + " {{ mark }}", bos="</s>")
+    | dict(normalizer=normalizers.Lowercase(), chat_template_kwargs='{"mark": 1}')
+    | dict(held_out_share=0.2, max_length=9000),
+    views: dict(embed=changed(EMBED), layer=changed(LAYER), tokens=(1, 2, 4), begins=(0, 0, 2))
+    | dict(eps=1e-5, taps=(0, 2), version="2"),
+    continuations: dict(weights="0" * 98 + "1", tokenizer="[]", template="b", text=(1, 2, 4))
+    | dict(seed=1, length=8, own_batches=2, own_batch=2, own_prompt=2, version="2"),
+    cells: dict(hbm_bytes=2e9, batch=2, eps=1e-5, name="b", spec_jax="2", jax="2", libtpu="2"),
+}
 
 
-def changed(array):
-    """A copy with another last value."""
-    other = array.copy()
-    other.flat[-1] = 1e-30
-    return other
-
-
-STORES = [  # each input: as it was, and as it is then
-    (
-        packed,
-        {
-            "text": ("x" * 900, "x" * 899 + "y"),
-            "template": (CHATML + "{{ mark }}", CHATML + " {{ mark }}"),
-            "bos": ("<s>", "</s>"),
-            "normalizer": (None, normalizers.Lowercase()),
-            "chat_template_kwargs": ("", '{"mark": 1}'),
-            "held_out_share": (0.1, 0.2),
-            "max_length": (0, 9000),
-        },
-    ),
-    (
-        views,
-        {
-            "embed": (EMBED, changed(EMBED)),
-            "layer": (LAYER, changed(LAYER)),
-            "tokens": ([1, 2, 3], [1, 2, 4]),
-            "begins": ([0, 0, 0], [0, 0, 2]),
-            "eps": (1e-6, 1e-5),
-            "taps": ((0, 1), (0, 2)),
-            "version": ("1", "2"),
-        },
-    ),
-    (
-        continuations,
-        {
-            "weights": ("0" * 99, "0" * 98 + "1"),
-            "tokenizer": ("{}", "[]"),
-            "template": ("a", "b"),
-            "text": ([1, 2, 3], [1, 2, 4]),
-            "seed": (0, 1),
-            "length": (9, 8),
-            "own_batches": (1, 2),
-            "own_batch": (1, 2),
-            "own_prompt": (1, 2),
-            "version": ("1", "2"),
-        },
-    ),
-    (
-        cells,
-        {
-            "hbm_bytes": (1e9, 2e9),
-            "batch": (1, 2),
-            "eps": (1e-6, 1e-5),
-            "name": ("a", "b"),
-            "version": ("1", "2"),
-            "jax_version": ("1", "2"),
-            "libtpu": ("1", "2"),
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize("make, changes", STORES, ids=[make.__name__ for make, _ in STORES])
-def test_a_store_is_made_once_of_the_same_inputs_and_anew_of_any_other(tmp_path, make, changes):
-    values = {name: before for name, (before, _) in changes.items()}
-    assert [make(tmp_path, **values) for _ in range(2)] == [1, 0]
-    for name, (_, after) in changes.items():
-        values[name] = after
+@pytest.mark.parametrize("make", STORES, ids=lambda make: make.__name__)
+def test_a_store_is_made_once_of_the_same_inputs_and_anew_of_any_other(tmp_path, make):
+    assert [make(tmp_path) for _ in range(2)] == [1, 0]
+    values = {}
+    for name, value in STORES[make].items():
+        values[name] = value
         assert make(tmp_path, **values) == 1, name
     assert make(tmp_path, **values) == 0
 

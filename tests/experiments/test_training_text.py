@@ -60,9 +60,6 @@ def test_variables_of_the_template_are_for_conversations_among_texts_or_prompts(
     for path in ("stdlib", text):
         with pytest.raises(ConfigError, match="False}, and there is no conversation to render"):
             load(path, tmp_path / "data", **quick)
-        for given, words in (("not json", "is not JSON"), ('{"x": 1}', "read the variable 'x'")):
-            with pytest.raises(ConfigError, match=words):
-                load(path, tmp_path / "data", **{**quick, "chat_template_kwargs": given})
     load(text, tmp_path / "data", prompts=str(asked), **quick)
     path = write_lines(tmp_path / "rows.jsonl", [{"messages": TALK}])
     tokenizer = byte_level(THINKING).with_chat_template_kwargs({"think": False})

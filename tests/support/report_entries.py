@@ -49,6 +49,20 @@ def plain(temperature=0.0, **changes):
     return result("plain", 0, temperature, **fields | changes)
 
 
+def sped_up(name="a", low=math.nan, high=math.nan, k=3, stats=Stats(), **changes):
+    """A result of four prompts with this interval, whose figures are those of its statistics."""
+    rates = tuple(NONE._replace(value=x) for x in stats.acceptance_by_position)
+    fields = dict(speedup=Interval((low * high) ** 0.5, low, high), acceptance=rates, stats=stats)
+    fields |= dict(tau=NONE._replace(value=stats.tau), num_pairs=4, identical_rows=4)
+    return result(name, k, **fields | dict(finish_reasons={"length": 4}) | changes)
+
+
+def counts(reached, accepted, drafted=None, rounds=10):
+    """Statistics of ``rounds`` rounds, by position."""
+    options = dict(reached_at=tuple(reached), accepted_at=tuple(accepted))
+    return Stats(rounds=rounds, drafted_at=tuple(drafted or reached), **options)
+
+
 def category(tau=2.0, speedup=0.9, low=math.nan, high=math.nan, questions=8):
     """What was measured of a category."""
     tau = NONE._replace(value=tau)

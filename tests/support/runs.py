@@ -1,6 +1,7 @@
 """What every run of an experiment leaves in its folder."""
 
 import contextlib
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from experiments.run import report
+from experiments.run.journal import Journal
 
 
 def check_run_files(folder: pathlib.Path, experiment: str) -> dict:
@@ -26,7 +28,7 @@ def check_run_files(folder: pathlib.Path, experiment: str) -> dict:
 
 
 class Stopped(Exception):
-    """What ends a run in ``stopped_at``."""
+    """What ends a run in ``stopped_at`` and ``killed_at``."""
 
 
 @contextlib.contextmanager
@@ -41,4 +43,19 @@ def stopped_at(experiment: type, step: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(experiment, "batch_at", batch_at)
+        yield
+
+
+@contextlib.contextmanager
+def killed_at(file: str, count: int) -> Iterator[None]:
+    """A block in which a run ends once it has written so many groups of lines to a file."""
+    append, left = Journal.append, itertools.count(count, -1)
+
+    def until_none_is_left(self, rows):
+        if self.path.name == file and not next(left):
+            raise Stopped
+        append(self, rows)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Journal, "append", until_none_is_left)
         yield
