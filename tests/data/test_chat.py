@@ -54,27 +54,6 @@ def test_special_tokens_and_messages_are_variables():
     )
 
 
-SOURCES = [
-    ("{{ messages[1].content | tojson }}", '"1 < 2?"'),
-    ('{{ {"b": "é", "a": 1} | tojson(sort_keys=true) }}', '{"a": 1, "b": "é"}'),
-    ("{{ [1, 2] | tojson(indent=1) }}", "[\n 1,\n 2\n]"),
-    ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}", "x"),
-    ("  {% if true %}\n  y\n  {% endif %}\n", "  y\n"),
-    ("{{ tools is none }}{{ documents is none }}{{ unknown }}", "TrueTrue"),
-    ("{% set n = namespace(i=1) %}{% set n.i = n.i + 1 %}{{ n.i }}", "2"),
-    ("{{ dict(a=1).a }}{{ dict.fromkeys(['k'], 0) }}", "1{'k': 0}"),
-    ("{{ strftime_now('%d %b %Y') }}", "05 Mar 2024"),
-    ("{{ greeting }}", "hi"),
-]
-
-
-@pytest.mark.parametrize(("source", "expected"), SOURCES)
-def test_templates_have_what_they_expect(source, expected):
-    now = datetime.datetime(2024, 3, 5)
-    found = ChatTemplate({"default": source}, {"greeting": "hi"}, now=now)
-    assert found.render(MESSAGES) == expected
-
-
 def test_absent_values_are_absent_and_reasoning_has_every_name():
     source = "{% for m in messages %}{{ m.keys() | sort | join(',') }};{% endfor %}"
     messages = [

@@ -14,7 +14,6 @@ from spec_jax.data.records import Conversation, Text
 from spec_jax.data.splits import HeldOut
 from spec_jax.data.tokens import END_OF_TEXT
 from spec_jax.errors import ConfigError
-from spec_jax.models.tokenizer import Tokenizer
 
 
 def encode(tokenizer, messages, tools=None) -> list[Document]:
@@ -53,14 +52,6 @@ def test_every_answer_is_marked_with_the_token_that_ends_it(
     assert marked(tokenizer, document) == [before + a + after for a in expected]
     assert document.ids.dtype == np.int32 and document.mask.dtype == bool
     assert len(document.ids) == len(document.mask) and document.source == "here:1"
-
-
-def test_answers_are_marked_under_a_sentencepiece_like_tokenizer():
-    tokenizer = chat.metaspace(chat.MISTRAL)
-    (document,) = encode(tokenizer, chat.TALK[:4])
-    assert [m.strip() for m in marked(tokenizer, document)] == [
-        a + "</s>" for a in chat.ANSWERS[:2]
-    ]
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, chat.LLAMA3, chat.MISTRAL, chat.GENERATION])
@@ -155,15 +146,6 @@ def test_tools_reach_the_template():
         chat.ANSWERS[0] + "<|im_end|>",
     ]
     assert '{"name": "add"}\n<|im_end|>' in text_of(tokenizer, document)
-
-
-def test_a_tokenizers_own_truncation_and_padding_do_not_cut():
-    tokenizer = chat.byte_level(chat.LLAMA3)
-    (expected,) = encode(tokenizer, chat.TALK)
-    tokenizer.backend.enable_truncation(5)
-    tokenizer.backend.enable_padding(length=2000)
-    (document,) = encode(Tokenizer(tokenizer.backend, tokenizer.config), chat.TALK)
-    np.testing.assert_array_equal(document.ids, expected.ids)
 
 
 def test_marks_are_the_tokens_that_hold_a_marked_character():

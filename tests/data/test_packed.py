@@ -33,6 +33,9 @@ def test_documents_come_back_with_their_bounds(tmp_path):
     packed = write_packed(folder, "train", documents, TOKENIZER, **options)
     assert names(folder) == FILES
     assert packed.starts.tolist() == [0, 3, 4, 704, 716]
+    for name, dtype in (("tokens", np.int32), ("mask", np.bool_)):  # plain files that NumPy maps
+        array = np.load(folder / f"train.{name}.npy", mmap_mode="r")
+        assert isinstance(array, np.memmap) and array.dtype == dtype
     for i, (ids, mask, _) in enumerate(documents):
         stretch = slice(*packed.starts[i : i + 2])
         np.testing.assert_array_equal(packed.tokens[stretch], ids)
@@ -41,16 +44,6 @@ def test_documents_come_back_with_their_bounds(tmp_path):
     assert load_packed(folder, "train", about={"paths": ["a"]}).tokens.shape == (716,)
     with pytest.raises(ConfigError, match=r"of other paths; expected \['b'\]; .*pack the corpus"):
         load_packed(folder, "train", about={"paths": ["b"]})
-
-
-def test_the_arrays_are_plain_files_that_numpy_maps(tmp_path):
-    write_packed(tmp_path, "train", [document(5, 6), document(7)], TOKENIZER)
-    tokens = np.load(tmp_path / "train.tokens.npy", mmap_mode="r")
-    mask = np.load(tmp_path / "train.mask.npy", mmap_mode="r")
-    assert isinstance(tokens, np.memmap) and isinstance(mask, np.memmap)
-    assert (tokens.dtype, mask.dtype) == (np.int32, np.bool_)
-    assert tokens.tolist() == [5, 6, 7] and mask.tolist() == [False, True, False]
-    assert json.loads((tmp_path / "train.json").read_text())["starts"] == [0, 2, 3]
 
 
 def test_no_document_is_kept_once_it_is_written(tmp_path):

@@ -13,7 +13,6 @@ from experiments.comparison.answers import pack
 from experiments.comparison.run import categories
 from experiments.comparison.setup import held_out_pieces
 from experiments.regenerate import prompts_of
-from experiments.run.journal import Journal
 from spec_jax.data import python_source, questions, sources
 from spec_jax.data.questions import CONVERSATION, Question
 from spec_jax.errors import ConfigError
@@ -261,25 +260,6 @@ def test_batches_hold_whole_questions():
     groups, layout = pack([[0, 1], [2]], 1)
     assert layout == [[0], [1], [2]]
     assert [tuple(g) for g in groups] == [((0,), (0, 1)), ((1,), (2,))]
-
-
-def test_a_journal_loses_only_the_line_that_a_kill_cut_off(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    with Journal(path) as journal:
-        journal.append([{"a": 1}, {"a": 2}])
-    with open(path, "a") as file:
-        file.write('{"a": 3')
-    found = []
-    with Journal(path) as journal:
-        journal.read(found.append, "an object")
-        journal.append([{"a": 4}])
-    assert found == [{"a": 1}, {"a": 2}]
-    assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 4}\n'
-    Journal(path).truncate(1)
-    assert path.read_text() == '{"a": 1}\n'
-    path.write_text("{\n")
-    with pytest.raises(ConfigError, match="line 1: .*expected an object"):
-        Journal(path).read(found.append, "an object")
 
 
 def test_pieces_for_another_target_begin_as_its_tokenizer_begins_a_text(monkeypatch):

@@ -1,7 +1,5 @@
 """Chips and topologies: sizes, one device of a chip, and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Meshes of a topology, and the options that the roofline ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from spec_jax.drafters.eagle.model import EagleConfig

@@ -1,8 +1,6 @@
 """The reader of compiled programs: against numbers worked out by hand, and against programs that
 are compiled for eight CPU devices with known collectives."""
 
-from __future__ import annotations
-
 import functools
 import math
 

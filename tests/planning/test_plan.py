@@ -1,7 +1,5 @@
 """Plans: the planned program is the one that decodes, and its counts are those of known sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import types

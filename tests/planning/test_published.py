@@ -1,10 +1,8 @@
-"""Published pairs: the file is sound, predictions follow from tau alone, all are reported."""
-
-from __future__ import annotations
+"""Published pairs: the file is sound, and all are reported."""
 
 import pytest
 from support import published
-from support.published import GROUPS, STATED, UNSTATED, compare
+from support.published import GROUPS
 
 ROWS, FILE = published.load()
 
@@ -40,27 +38,6 @@ def test_means_of_table_1_are_those_that_the_paper_prints():
         ][:5]
         average = [sum(column) / 5 for column in zip(*found)]
         assert average == pytest.approx(mean, abs=0.011), key
-
-
-def test_prediction_scales_with_tau_and_with_nothing_that_was_measured():
-    row = next(r for r in ROWS if r.group == STATED and r.method == "eagle-1")
-    found = compare(row)
-    assert compare(row._replace(speedup=9.0)).predicted == found.predicted
-    assert compare(row._replace(tau=2 * row.tau)).predicted == pytest.approx(2 * found.predicted)
-    # The tau that would explain what was published explains it.
-    implied = compare(row._replace(tau=found.implied_tau))
-    assert implied.predicted == pytest.approx(row.speedup)
-
-
-def test_copied_tokens_gain_what_they_emit_while_memory_is_the_limit():
-    for row in ROWS:
-        if row.method == "ngram":
-            assert compare(row).predicted == pytest.approx(row.tau, rel=2e-3)
-
-
-def test_prediction_without_named_hardware_does_not_depend_on_it():
-    found = [compare(row) for row in ROWS if row.group == UNSTATED]
-    assert max(c.high / c.low for c in found) < 1.001
 
 
 def test_every_pair_is_listed():

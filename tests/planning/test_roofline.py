@@ -1,7 +1,5 @@
 """Rounds and predictions: sums by hand, what must grow with what, and the compiled program."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What a pass costs, against published sizes, real arrays, sums by hand and XLA's own count."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,8 +1,5 @@
 """Short texts, coloured tokens and plots show what the record says, escaped and bounded."""
 
-from __future__ import annotations
-
-import html.parser
 import sys
 
 import matplotlib
@@ -10,6 +7,7 @@ import numpy as np
 import pytest
 from IPython.core.formatters import format_display_data
 from support.chat_templates import byte_level
+from support.html_page import Page
 
 import spec_jax
 from spec_jax import testing
@@ -50,29 +48,6 @@ def without_tokenizer():
     return generation(None, range(7), KINDS, OFFERED, [-1, -1, 9, -1, -1, -1, 8])
 
 
-class Reader(html.parser.HTMLParser):
-    """Collects the tags, the text, and what is struck out; tags must be closed in order."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.open, self.text, self.struck = [], [], "", []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "del":
-            self.struck.append(data)
-        else:
-            self.text += data
-
-
 def test_every_repr_is_short_and_names_what_it_is():
     target = spec_jax.load_model("zoo/target")
     head = spec_jax.load_draft("zoo/eagle3", target)
@@ -94,7 +69,7 @@ def test_every_repr_is_short_and_names_what_it_is():
     for name, one in shown.items():
         assert name in repr(one) and len(repr(one)) <= LONGEST, repr(one)
     for one in (target, head, shown["rule greedy"], shown["rounds 3"]):
-        assert len(Reader(one._repr_html_()).tags) > 6
+        assert len(Page(one._repr_html_()).tags) > 6
     texts = ["999", "10.0k", "97.2k", "1.00M", "1.47M", "8.03B"]
     numbers = (999, 9_999, 97_246, 999_999, 1_470_000, 8_030_261_248)
     assert list(map(count_text, numbers)) == texts
@@ -114,7 +89,7 @@ def test_html_has_each_token_in_its_kind_and_rejected_drafts_struck_out(tokenize
     ids = [of(c)[0] for c in "<a&\n b"] + [tokenizer.token_id("</s>")]
     rejected = [-1, -1, of("x")[0], -1, -1, -1, of(">")[0]]
     found = generation(tokenizer, ids, KINDS, OFFERED, rejected, EXPECTED)._repr_html_()
-    read = Reader(found)
+    read = Page(found)
     assert not {"script", "style", "link", "img", "b", "s"} & set(read.tags)
     assert read.struck == ["x", ">"]
     assert read.text.endswith("<a&↵\n·b</s>"), "escaped; blanks are visible; special tokens named"
@@ -123,9 +98,9 @@ def test_html_has_each_token_in_its_kind_and_rejected_drafts_struck_out(tokenize
         assert f"{kind} {count}" in read.text
     assert "round 1, draft 1 of 2, accepted with probability 0.25" in found
     plain = generation(tokenizer, ids[:3], [F, B, B], [-1, 0, 0], [-1] * 3)
-    assert "target 2" in Reader(plain._repr_html_()).text, "no bonus: nothing was drafted"
+    assert "target 2" in Page(plain._repr_html_()).text, "no bonus: nothing was drafted"
     long = [page.Token("ab", "bonus", "")] * (page.MAX_TOKENS + 1234)
-    assert "1,234 tokens more" in Reader(page.tokens(long, "")).text
+    assert "1,234 tokens more" in Page(page.tokens(long, "")).text
 
 
 def test_plots_show_what_the_record_says():
@@ -152,10 +127,10 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
 
 
 def test_nothing_to_show_is_shown_as_nothing():
-    assert "tokens 0" in repr(spec_jax.Stats()) and Reader(spec_jax.Stats()._repr_html_())
+    assert "tokens 0" in repr(spec_jax.Stats()) and Page(spec_jax.Stats()._repr_html_())
     empty = spec_jax.Generation("", (), "cancelled", spec_jax.Stats(), None)
-    assert "cancelled" in Reader(empty._repr_html_()).text
+    assert "cancelled" in Page(empty._repr_html_()).text
     with pytest.raises(ConfigError, match="no trace"):
         empty.plot()
     nothing = generation(None, [], [], [], [])
-    assert Reader(nothing._repr_html_()) and len(nothing.plot().axes) == 1
+    assert Page(nothing._repr_html_()) and len(nothing.plot().axes) == 1

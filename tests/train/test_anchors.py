@@ -38,31 +38,12 @@ def test_anchors_are_drawn_without_replacement_anew_in_every_step(count):
     assert (len(set(rows)) > 1) == (count < 3)
 
 
-def test_fixed_anchors_are_a_step_apart():
-    places, is_kept = anchors.every_anchor(jnp.asarray(MASK), 2)
-    kept = [np.asarray(row)[np.asarray(which)].tolist() for row, which in zip(places, is_kept)]
-    assert places.shape == (3, 5) and kept == [[3], [9], []]
-
-
 def test_a_draft_counts_if_its_token_and_all_before_it_do():
     """The mask is read at the predicted token: at the end of a turn and of the window."""
     places, is_kept = jnp.asarray([[2, 8], [9, 10], [0, 0]]), jnp.asarray([[1, 1], [1, 1], [0, 0]])
     found = anchors.counted(jnp.asarray(MASK), places, is_kept > 0, 4)
     expected = [[[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [1, 0, 0, 0]], np.zeros((2, 4))]
     np.testing.assert_array_equal(found, expected)
-
-
-def test_slots_begin_after_the_anchor_and_end_with_the_window():
-    x = jnp.arange(12).reshape(1, 6, 2)
-    found = anchors.slots(x, jnp.asarray([[1, 4]]), 1, 2)
-    np.testing.assert_array_equal(found[0, :, :, 0] // 2, [[2, 3], [5, 5]])
-    assert found.shape == (1, 2, 2, 2)
-
-
-def test_decay_weights_a_draft_by_its_place():
-    counts = jnp.asarray([[[True, True, True], [True, False, False], [False] * 3]])
-    found = anchors.weigh_slots("decay", counts, jnp.ones((1, 3, 3)), decay=0.5)
-    np.testing.assert_allclose(found, [[[1, 0.5, 0.25], [1, 0, 0], [0, 0, 0]]])
 
 
 def test_dpace_weights_are_those_of_the_hand_example():

@@ -1,7 +1,5 @@
 """``new_head`` begins with the target's weights; ``fit_head`` follows the objective's own loss."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Published MTP modules are trained further: of every family, in place, beside a frozen target."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

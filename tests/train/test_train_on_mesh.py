@@ -9,16 +9,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.mesh_training import HEADS, MESHES, MODEL, OBJECTIVES, STEPS, Run, adamw, losses
 
-from spec_jax.drafters.eagle.model import EagleConfig, head_table
 from spec_jax.errors import TrainingError
 from spec_jax.models import checkpoint, transformer
-from spec_jax.models.params import head_counts, init_table, param_shardings
+from spec_jax.models.params import param_shardings
 from spec_jax.planning import hlo
-from spec_jax.planning.presets import find_config
-from spec_jax.sharding import shardings
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.placement import Placement, device_bytes
-from spec_jax.train.step import TrainState, cast
+from spec_jax.train.step import TrainState
 
 # Every objective, mesh and optimizer once; the product is measured by hand.
 COVER = [
@@ -54,30 +51,6 @@ def test_twenty_losses_are_those_of_one_device(name, mesh, optimizer):
 @pytest.mark.parametrize(("name", "mesh"), list(itertools.product(OBJECTIVES, MESHES)))
 def test_losses_of_every_objective_on_every_mesh(name, mesh):
     check_losses(name, mesh, {})
-
-
-@pytest.mark.measure
-def test_memory_of_an_8b_model_and_its_head():
-    config = find_config("llama-3.1-8b")
-    head = EagleConfig.of_target(config, draft_vocab_size=32000)
-    names = head_table(head)
-    init = {
-        "model": lambda: transformer.init_params(config, jax.random.key(0)),
-        "head": lambda: init_table(names, jax.random.key(0)),
-    }
-    for is_fully_sharded, text in itertools.product((False, True), ("data:8", "data:2,tensor:4")):
-        placement = Placement.of(text, is_fully_sharded)
-        where = {
-            "model": param_shardings(config, placement.mesh, placement.axis_rules),
-            "head": shardings(names, placement.mesh, placement.axis_rules, head_counts(head.layer)),
-        }
-        line = f"{text}{', fully sharded' * is_fully_sharded}:"
-        for name, params in init.items():
-            make = lambda params=params: TrainState.create(params(), adamw())
-            state = placement.state_shardings(where[name], make)
-            line += f" {name} {device_bytes(jax.eval_shape(make), state) / 1e9:.2f} GB,"
-        half = jax.eval_shape(lambda: cast(init["model"](), "bfloat16"))
-        print(f"{line} frozen {device_bytes(half, where['model']) / 1e9:.2f} GB")
 
 
 def bytes_of(placement, where, changes):

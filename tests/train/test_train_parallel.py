@@ -1,7 +1,5 @@
 """P-EAGLE's objective scores what is drafted."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
