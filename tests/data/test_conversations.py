@@ -14,6 +14,7 @@ from spec_jax.data.records import Conversation, Text
 from spec_jax.data.splits import HeldOut
 from spec_jax.data.tokens import END_OF_TEXT
 from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
 
 
 def encode(tokenizer, messages, tools=None) -> list[Document]:
