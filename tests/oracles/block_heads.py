@@ -4,8 +4,6 @@ Tensors go by their published names and are stored ``[out, in]``. Written from t
 definitions: DFlash (arXiv 2602.06036), DSpark (2607.05147), TreeFlash (2606.03819); DFlash 2.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from oracles.layers import attend, mlp, rms, sigmoid, turn
 

@@ -1,7 +1,5 @@
 """Parts of transformer layers in NumPy, in float64, over whole sequences without a cache."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

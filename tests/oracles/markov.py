@@ -1,7 +1,5 @@
 """What a target that remembers two tokens writes: every output and its probability, in NumPy."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Tensors go by their published names and are stored ``[out, in]``. Written from t
 definitions: P-EAGLE (arXiv 2602.01469), whose first layer is EAGLE-3's (2503.01840).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from oracles.layers import attend, mlp, rms, turn
 

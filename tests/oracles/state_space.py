@@ -1,7 +1,5 @@
 """Mamba-2 and gated delta nets as they are defined: token after token, in float64 NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -20,8 +20,6 @@ t with a later token's embedding. ``mask[b, t]`` says that token t counts where 
 Source: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; DeepSeek-V3, arXiv 2412.19437.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A browser without a window, where one is installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

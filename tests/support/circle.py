@@ -3,8 +3,6 @@
 The draft knows a part of the way.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable

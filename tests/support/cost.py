@@ -9,8 +9,6 @@ replaces by what the last runs measured. Both have CPU-seconds by file and test 
 its cases; functions of less than half a second are one mean, by the name "".
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

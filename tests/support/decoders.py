@@ -1,7 +1,5 @@
 """Rules, first states and drafts, for tests that drive the loop themselves."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """EAGLE heads of random weights, their drafting in NumPy, and rounds of them that are jitted."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

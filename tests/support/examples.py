@@ -1,7 +1,5 @@
 """How tests that use Hypothesis find their examples: always the same ones, or a random search."""
 
-from __future__ import annotations
-
 import pathlib
 
 import hypothesis

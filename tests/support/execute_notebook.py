@@ -7,8 +7,6 @@ notebook's own folder, and of this checkout it can import ``spec_jax`` alone. Ba
 compilation, which were there while it ran, are left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Files that experiments read: a tiny target with a tokenizer, texts, prompts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -3,8 +3,6 @@
 Attention and feed-forward part stand side by side, and a learned number scales the attention.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar

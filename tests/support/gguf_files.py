@@ -1,7 +1,5 @@
 """GGUF files of tiny models, written by ``gguf`` as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import pathlib
 
 import gguf

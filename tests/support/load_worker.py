@@ -7,8 +7,6 @@ Devices are forced CPU devices, whose buffers are host memory. So the reader's o
 which the resident set grew while one array was read, at its peak, less the array's buffers.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -4,8 +4,6 @@ The target prefers ``(b + 1) % V`` after ``b``, so text repeats itself: drafters
 something to copy, which is now right and now wrong.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ test like any other: it makes one with ``mesh("data:2,tensor:4")`` and compares 
 decoder without a mesh. Nothing has to run in a process of its own.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -4,8 +4,6 @@ A pattern is a Python expression. In it a name that ends in ``_`` stands for any
 ``f(...)`` for a call with any further arguments; the replacement may use both again.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import pathlib

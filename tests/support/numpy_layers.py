@@ -1,7 +1,5 @@
 """A layer in NumPy with the norms and angles of ``LLAMA``, and greedy drafting of heads."""
 
-from __future__ import annotations
-
 import numpy as np
 from oracles.layers import attend, mlp, rms, turn
 from support.tiny_models import LLAMA

@@ -1,7 +1,5 @@
 """P-EAGLE heads with random weights, for a tiny target."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -5,8 +5,6 @@ devices. A change of any of them misses. What jax leaves out of that key is in t
 the version of jax and what the processor can do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

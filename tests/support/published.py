@@ -7,8 +7,6 @@ predicted from that acceptance, the model's shape and the chip's published peaks
 fitted.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Heads in the formats of their projects: config.json, tensors, and what they should be read as."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Drafters that remember earlier outputs, with one memory a row, so that every row is a trial."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from oracles import markov

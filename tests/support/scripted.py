@@ -1,7 +1,5 @@
 """Adaptive K by a script, in the place of measured times."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from spec_jax.engine.adaptive.policy import Plan, RoundCosts

@@ -4,8 +4,6 @@
 one case, on its mesh or on one device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

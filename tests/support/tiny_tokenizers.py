@@ -1,7 +1,5 @@
 """Tokenizers of each kind of decoder for the tests, without a file."""
 
-from __future__ import annotations
-
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 

@@ -3,8 +3,6 @@
 A head's layer of attention rounds far below the differences of its logits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -7,8 +7,6 @@ are the test files that name it or its folder.
     python tests/support/turns.py    # records, beside the kept programs, that HEAD has passed
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import re

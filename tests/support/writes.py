@@ -4,8 +4,6 @@ Needs nothing but jax: `python tests/support/writes.py` in an environment with a
 whether its CPU writes in place. `docs/measurements.md` has the table.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 
