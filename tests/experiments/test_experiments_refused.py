@@ -95,7 +95,7 @@ REFUSED = [
     ("train_head", {"objective": "mtp", "head.draft_vocab_size": 9}, "of eagle3 and peagle, not"),
     ("train_head", {"loss.noise": 0.5}, "loss.noise is 0.5; it is an option of eagle1, not of eag"),
     ("train_head", {"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
-    ("train_head", {"data.responses": "nowhere.jsonl"}, "responses nowhere.jsonl cannot be read"),
+    ("train_head", {"data.responses": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
     ("train_head", {"data.responses": "FOLDER/other.jsonl"}, "id 300; the target has ids 0 to 299"),
     ("train_head", {"data.text": ""}, "data.text is ''; expected 'stdlib', or files and folders"),
     ("train_head", {"data.text": "a.jsonl,"}, "is 'a.jsonl,'; expected 'stdlib', or files"),

@@ -273,8 +273,7 @@ def test_a_training_run_is_refused_before_its_text_is_packed_or_its_best_state_r
     config.update(target=values["target"])
     config.data.text = values["data"]["text"]
     folder, made = tmp_path / "run", mock.Mock(side_effect=InterruptedError)
-    check = lambda saved, resolved, _: cli.check_same(saved, resolved, ["eval"])
-    train = lambda: run.train(made, "train_head", config, folder, check, ["eval"])
+    train = lambda: run.train(made, "train_head", config, folder, ["eval"])
     with pytest.raises(InterruptedError):  # there is no run yet
         train()
     resolved = json.loads(config.to_json())
@@ -324,7 +323,7 @@ def cached(named, tmp_path, monkeypatch):
         monkeypatch.setattr(run, "Checkpoints", mock.MagicMock())
         run.Checkpoints().__enter__().last_step = None
         monkeypatch.setattr(run, "Log", mock.Mock(side_effect=InterruptedError))
-        run.train(make, "train_head", config, folder, lambda *_: None)
+        run.train(make, "train_head", config, folder, ())
 
     return model, folder / cli.INPUTS, train
 
