@@ -65,7 +65,7 @@ def test_a_head_is_compared_with_the_best_and_with_its_teacher_forced_acceptance
     config = config.copy_and_resolve_references()
     config.trees = "2x1, 5:2:3"
     report = evaluate.evaluate(config, str(tmp_path / "run"))
-    cells = {(r["method"], r["tree"]): r for r in report["results"]}
+    cells = {(r["method"].rpartition("/")[2], r["tree"]): r for r in report["results"]}
     head, same = cells["head", None], cells["target", None]
     assert [*cells] == [
         ("plain", None),
