@@ -367,7 +367,7 @@ MUTATIONS = mutants.read("""
         test_a_mesh_changes_no_token
     the copies of a key-value head are not neighbours
         sharding.repeat_heads: jnp.repeat(x, ...) -> jnp.concatenate([x] * copies, axis=axis)
-        test_key_value_heads_that_lie_on_several_devices_change_no_token
+        test_a_mesh_changes_no_token[grouped]
     every device along tensor samples all rows
         sampling.process: shard_map_rows(run, SAMPLED_ROWS) -> shard_map_rows(run)
         test_a_round_sends_little_and_copies_no_cache[plain sampled]

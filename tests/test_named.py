@@ -53,7 +53,7 @@ def test_a_module_of_the_current_directory_gives_its_rules_and_drafters():
     assert named.to_rule("block") is make_rule(SpeculativeConfig("standalone", 2, "block"))
 
 
-INVALID_NAMES = [
+RULES = [
     ("blok", r"rule is 'blok' \(did you mean block\?\); expected module:NAME, or one of greedy"),
     ("own_parts.py:RULE", "expected module:NAME as in an import, such as my_rule:rule"),
     ("no_such:RULE", "there is no module 'no_such' in .*or on Python's path"),
@@ -66,12 +66,6 @@ INVALID_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name, message", INVALID_NAMES)
-def test_what_is_no_rule_is_refused_by_name(name, message):
-    with pytest.raises(ConfigError, match=message):
-        named.to_rule(name)
-
-
 DRAFTERS = [
     ("ngram", "expected module:NAME as in an import, such as my_drafter:make"),
     ("own_parts:rule", r"takes other arguments \(\); expected a Drafter, or .*make\(target\)"),
@@ -80,10 +74,16 @@ DRAFTERS = [
 ]
 
 
-@pytest.mark.parametrize("drafter, message", DRAFTERS)
-def test_what_is_no_drafter_is_refused(drafter, message):
+REFUSED = [(named.to_rule, *row) for row in RULES]
+REFUSED += [
+    (lambda part: SpeculativeDecoder(mock_model(5), drafter=part), *row) for row in DRAFTERS
+]
+
+
+@pytest.mark.parametrize("take, part, message", REFUSED)
+def test_what_is_no_rule_or_no_drafter_is_refused(take, part, message):
     with pytest.raises(ConfigError, match=message):
-        SpeculativeDecoder(mock_model(5), drafter=drafter)
+        take(part)
 
 
 def test_the_decoders_config_names_what_really_drafts_and_accepts():

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import markov as oracle
 from support import markov
 from support.decoders import plain_tokens
-from support.markov import DECODERS, TARGET, K, Row, calls
+from support.markov import DECODERS, TARGET, K
 
 import spec_jax
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, sharding
@@ -126,20 +125,6 @@ def test_rows_longer_than_their_drafter_are_those_of_plain_decoding(name):
         assert set(late.trace.offered) == {-1, 0}
         after = decoder.adaptive.tuner
         assert after.settled == 0 and after.rates == pytest.approx(before.rates)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name, rule", [("chain", "residual"), ("chain", "block"), ("tree", "traversal")]
-)
-def test_outputs_that_pass_their_drafters_length_have_the_targets_distribution(name, rule):
-    """Six tokens, of which about half are drafted."""
-    row = Row((0, 1, 2, 3, 0), 6)
-    decoder = short(KINDS[name](rule), longest=len(row.prompt) + 2 + K)
-    outputs, stats = zip(*calls(lambda: decoder, [row], 4096, 4096, max_new_tokens=6))
-    counts = np.concatenate([x for (x,) in outputs])
-    assert oracle.p_value(counts, row.distribution) > 1e-5
-    assert stats[-1].undrafted_rounds > 1000 < stats[-1].drafted
 
 
 def test_another_maximum_length_may_be_stated_of_a_model_and_of_a_head():

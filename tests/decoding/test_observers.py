@@ -176,20 +176,6 @@ def test_a_refilled_row_begins_anew(decoder):
     assert_kinds(rows.values())
 
 
-@pytest.mark.exhaustive
-def test_rows_on_a_mesh_see_what_they_see_on_one_device(mocks):
-    config = SpeculativeConfig("standalone", 3, rejection_sampling_strategy="residual")
-    outputs = []
-    for mesh in (None, "data:2"):
-        decoder = SpeculativeDecoder(*mocks, config, observers=[COUNTS, BY_KIND], mesh=mesh)
-        outputs.append(decoder.generate(PROMPTS[:2], NEW, sampler=SAMPLERS[:2], logprobs=True))
-    for ours, theirs in zip(*outputs, strict=True):
-        assert ours.tokens == theirs.tokens
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
-        np.testing.assert_array_equal(ours.seen["counts"], theirs.seen["counts"])
-    assert_kinds(outputs[1])
-
-
 def start_rows(system, params, prompts, seeds):
     T = len(prompts[0])
     return prefill(system, params, prompts, NEW, SAMPLERS[1], seeds, slots=T + NEW + 4, width=T)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -80,7 +79,7 @@ def test_rows_are_cancelled_for_themselves(decoder):
 
 @pytest.mark.exhaustive
 def test_1000_random_moments(decoder):
-    """From another thread, from the callback, by closing the stream and by cancelling the task."""
+    """From another thread, and by cancelling the task of an event loop."""
     rng, rows, reasons = np.random.default_rng(1), [], []
     begin = time.perf_counter()
     for _ in range(5):
@@ -97,22 +96,6 @@ def test_1000_random_moments(decoder):
             done.result()
             token.reset()
 
-    def by_callback():
-        token, at = CancellationToken(), itertools.count(rng.integers(-6, 1))
-
-        def on_token(piece):
-            assert piece.encode().decode() == piece and "\ufffd" not in piece[:-1]
-            if next(at) == 0:
-                token.cancel()
-
-        return decoder.generate("a", FEW, on_token=on_token, cancellation_token=token)
-
-    def by_closing():
-        with decoder.stream("a", FEW) as stream:
-            for _ in itertools.islice(stream, rng.integers(1, 8)):
-                pass
-        return stream.result
-
     def by_task():
         async def run():
             stream = decoder.stream("a", FEW)
@@ -128,8 +111,6 @@ def test_1000_random_moments(decoder):
     ways = [
         lambda: by_thread(CancellationToken()),
         lambda: by_thread(decoder.cancellation_token),
-        by_callback,
-        by_closing,
         by_task,
     ]
 

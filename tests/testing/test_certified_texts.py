@@ -115,16 +115,6 @@ def test_a_drafter_that_is_wrong_from_some_length_on_is_refused_for_every_length
 
 
 @pytest.mark.exhaustive
-def test_late_drafts_are_read_where_the_target_is_near_the_draft():
-    run = run_of()
-    run._text(4)
-    near = run._near.params["target"]["logits"]
-    draft, far = (run.main.params[x]["logits"] for x in ("draft", "target"))
-    distance = lambda p, q: np.abs(jax.nn.softmax(p / 1.3) - jax.nn.softmax(q / 1.2)).sum(1) / 2
-    np.testing.assert_allclose(distance(near, draft), distance(far, draft) / 2, atol=0.01)
-
-
-@pytest.mark.exhaustive
 def test_a_coupled_rule_that_is_wrong_in_a_batch_of_one_is_refused():
     honest = to_rule("match")
 

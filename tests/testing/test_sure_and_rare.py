@@ -103,8 +103,6 @@ def test_the_probabilities_that_were_tested_reach_from_underflow_to_certainty():
     for low, high in ((0.9, 0.99), (0.99, 0.999), (0.999, 0.9999), (0.9999, 1 - 1e-6)):
         assert ((best > low) & (best < high)).any(), (low, high)
     assert (best == 1).any() and np.isclose(best, 1 / 3, atol=1e-6).any()
-    assert str(q).startswith("1.") and " to 1 - " in str(q)
-    assert str(Range.of(np.eye(3))) == "only 0 and 1" and Range.join([]) == Range()
     assert Range.of(np.asarray([0.25, 0.75, 1e-50])) == Range(0.25, 0.25)
 
 
