@@ -178,7 +178,8 @@ def _headers(directory: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(directory, stack)
     dtypes = {name: x.dtype.name for name, x in tensors.items()}
-    return tensors, dtypes, [*unread_index(directory)]
+    unknown = [f"tensor {n} has a dtype that is not known" for n in dtypes if dtypes[n] == "void"]
+    return tensors, dtypes, [*unread_index(directory), *unknown[:1]]
 
 
 def _shape(hf: Mapping[str, Any], config: AnyConfig | None) -> dict[str, Any]:
