@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import logging
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -207,11 +208,24 @@ class _Kept:
 _kept = _Kept()
 
 
+@contextlib.contextmanager
+def usual_flags() -> Iterator[None]:
+    """Traces the package's programs alike, whatever the caller's flags of jax are."""
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+
 def _as_32_bit(x: Any) -> Any:
-    is_wide = isinstance(x, np.ndarray | np.generic | jax.Array) and x.dtype.itemsize == 8
-    if not is_wide or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if not isinstance(x, np.ndarray | np.generic | jax.Array) or str(x.dtype) not in _NARROW:
         return x
-    return x.astype(x.dtype.name.replace("64", "32"))
+    return x.astype(_NARROW[str(x.dtype)])
 
 
 class bounded_jit:
@@ -244,19 +258,15 @@ class bounded_jit:
         _listen()
         if jax.config.jax_enable_x64:
             args, kwargs = jax.tree.map(_as_32_bit, (args, kwargs))
-        # The same program whatever the caller's flags are.
-        with (
-            jax.enable_x64(False),
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):
+        with usual_flags():
             result = self._jitted(kwargs)(*args, **kwargs)
         _kept.bound(result)
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As of ``jax.jit``."""
-        return self._jitted(kwargs).lower(*args, **kwargs)
+        with usual_flags():
+            return self._jitted(kwargs).lower(*args, **kwargs)
 
     def num_programs(self) -> int:
         """Returns how many compiled programs are kept."""

@@ -7,6 +7,7 @@ a tree, numbered parents first. A chain is a tree without branches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -92,6 +93,11 @@ class Model(NamedTuple):
     num_tokens: int | None = None
     open_window: Callable[[Any, int], Any] = _unchanged
     can_rewind: bool = True
+
+    def takes(self, option: str) -> bool:
+        """Whether ``forward`` takes an option, such as "window_mask"."""
+        options = inspect.signature(self.forward).parameters
+        return option in options or any(x.kind is x.VAR_KEYWORD for x in options.values())
 
     @property
     def last_id(self) -> int:

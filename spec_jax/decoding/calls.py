@@ -123,7 +123,7 @@ def call_unembed(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
     with blame("unembed of the target", hidden=hidden, params=params):
         logits = model.unembed(params, hidden)
     expected = (*hidden.shape[:-1], model.vocab_size)
-    if jnp.shape(logits) != expected or logits.dtype != jnp.float32:
+    if getattr(logits, "shape", None) != expected or logits.dtype != jnp.float32:
         raise ShapeError(
             f"unembed of the target returned {_text(logits)}; expected f32[B={expected[0]},"
             f"T={expected[1]},V={expected[2]}], of vocab_size={model.vocab_size}"

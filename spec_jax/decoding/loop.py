@@ -146,7 +146,7 @@ def _check_room(limit, lookahead: int, slots: int) -> None:
     longest = int(np.max(limit))
     if longest + lookahead > slots:
         raise ShapeError(
-            f"limit is {longest}, and a round may write {lookahead} slots more; slots are {slots}, "
+            f"limit is {longest}, and a round may write {lookahead} more slots; slots are {slots}, "
             f"expected {longest + lookahead} or more"
         )
 

@@ -244,6 +244,8 @@ class DecoderParts(ReprMixin):
                 f"rule {rule.name!r} accepts chains only; trees need 'residual', 'traversal' or "
                 "'match'"
             )
+        if self.drafter.tree is not None and not self.model.takes("window_mask"):
+            raise ConfigError("forward of the target takes no window_mask, which trees need")
         observers = self.observers
         if self.has_expected and rule.expected_acceptance and self.drafter.tree is None:
             observers = (*observers, decoding.expected_acceptance(rule))

@@ -124,7 +124,7 @@ class Engine:
         yield self.prefill(request, fed)
 
     def _checked(self, state: DecodeState, request: Request) -> DecodeState:
-        """Refuses a model of the user's whose ``forward`` moves ``length``."""
+        """Refuses a custom model whose ``forward`` moves ``length``."""
         of = self.decoder
         if of.target.config is None and of.loop is decoding:
             length = np.asarray(state.length)
@@ -132,7 +132,7 @@ class Engine:
                 raise ShapeError(
                     f"the cache of {of.target.name} holds {length.tolist()} tokens after prompts "
                     f"of {np.asarray(request.lengths).tolist()}: forward must not move "
-                    "cache.length, only commit may; spec_jax.certify(target=...) says more"
+                    "cache.length, only commit may; see spec_jax.certify(target=...)"
                 )
         return state
 

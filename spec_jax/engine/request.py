@@ -168,7 +168,7 @@ def encode_all(
     Raises:
       PromptError: no prompt, or one that cannot be decoded; or both prompts and messages.
       ConfigError: a conversation that the chat template refuses, see ``encode_messages``; or
-        ``jax_transfer_guard`` forbids to move arrays.
+        ``jax_transfer_guard`` forbids moving arrays.
     """
     check_transfers()
     if isinstance(prompts, jax.core.Tracer):
@@ -406,7 +406,7 @@ def make_request(
     if not system.target.can_rewind and lengths.min() < lengths.max():
         raise PromptError(
             f"the batch has prompts of {lengths.min()} and {lengths.max()} tokens; this target "
-            "cannot discard padding, so prompts of different lengths are decoded one by one"
+            "cannot discard padding; decode prompts of different lengths one by one"
         )
     tokens = np.zeros((len(ids), width), np.int32)
     for row, prompt in enumerate(ids):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -139,8 +140,9 @@ class LoadedModel(ReprMixin):
                 array = None
             if array is None:
                 wrong.append(f"{where} is missing; expected {list(spec.shape)}")
-            elif array.shape != spec.shape:
-                wrong.append(f"{where} has shape {list(array.shape)}; expected {list(spec.shape)}")
+            elif np.shape(array) != spec.shape:
+                shape = list(np.shape(array))
+                wrong.append(f"{where} has shape {shape}; expected {list(spec.shape)}")
             else:
                 found[spec.hf_name, layer] = jnp.asarray(array, spec.dtype or dtype)
         if wrong:

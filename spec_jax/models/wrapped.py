@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax.config.checks import check_integer
 from spec_jax.contracts import ForwardOutput, Model
@@ -55,7 +56,7 @@ def wrap(
       params: its weights, a pytree of arrays.
       vocab_size: V.
       max_length: maximum tokens of a row, prompt and output together.
-      tokenizer: to decode text; None: prompts are ids.
+      tokenizer: to decode text; ids that it does not have are never drawn. None: prompts are ids.
       stop_tokens: ids that end a row.
       name: the model's name in messages and reports.
 
@@ -93,9 +94,13 @@ def wrap(
 
     def unembed(params, hidden):
         del params
-        return hidden.astype(jnp.float32)
+        logits = hidden.astype(jnp.float32)
+        return logits if num_tokens is None else jnp.where(is_token, logits, -jnp.inf)
 
-    model = Model(vocab_size, max_length, init_cache, forward, unembed)
+    num_ids = vocab_size if tokenizer is None else tokenizer.num_ids
+    num_tokens = num_ids if num_ids < vocab_size else None
+    is_token = np.arange(vocab_size) < num_ids
+    model = Model(vocab_size, max_length, init_cache, forward, unembed, num_tokens)
     return LoadedModel(name, model, params, tokenizer, stop_tokens=tuple(stop_tokens))
 
 

@@ -28,6 +28,7 @@ from spec_jax.testing.certificate.records import (
 )
 from spec_jax.testing.certificate.rounds import certify_rule
 from spec_jax.testing.certificate.subjects import STANDARD_SETTINGS, standard_rows
+from spec_jax.testing.certificate.target import certify_target
 from spec_jax.testing.conformance import Conformance, ConformanceError, check_conformance
 from spec_jax.testing.mocks import (
     TokenCache,
@@ -59,6 +60,7 @@ __all__ = [
     "certify",
     "certify_decoder",
     "certify_rule",
+    "certify_target",
     "check_conformance",
     "chi_square",
     "invariant_pair",

@@ -73,5 +73,5 @@ def test_what_cannot_work_within_a_program_is_refused():
     lengths = jnp.full(1, 3)
     rows = PROMPTS[:1], lengths, lengths + NEW, jnp.zeros((1, 0), jnp.int32), sampler, sampler
     options = dict(system=plain.system(), slots=3 + NEW)
-    with pytest.raises(ShapeError, match="limit is 11, and a round may write 1 slots more"):
+    with pytest.raises(ShapeError, match="limit is 11, and a round may write 1 more slots"):
         decoding.prefill(plain.params(batch=1), *rows, **options)

@@ -205,3 +205,43 @@ def test_a_target_whose_forward_moves_length_is_refused_by_a_decoder():
     edits, _ = DEFECTS["a length that forward moves"]
     with pytest.raises(ShapeError, match="forward must not move cache.length"):
         spec_jax.SpeculativeDecoder(edited(edits).make()).generate([1, 2, 3], 4)
+
+
+def test_a_reference_that_is_not_finite_is_refused():
+    def nan(params, tokens):
+        return my_model.logits(params, tokens).at[:, 1:].set(jnp.nan)
+
+    with pytest.raises(testing.CertificateError, match="the function's logits are not finite"):
+        spec_jax.certify(target=my_model.make(), logits=nan)
+
+
+@pytest.mark.exhaustive
+def test_rounding_of_weights_forbidden_ids_and_x64_are_no_defects():
+    own = my_model.make()
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), own.params)
+
+    def logits(params, tokens):
+        found = my_model.logits(params, tokens).astype(jnp.float32)
+        return jnp.where(jnp.arange(48) == 7, -jnp.inf, found)
+
+    target = spec_jax.wrap(logits, rounded, vocab_size=48, max_length=64)
+    assert spec_jax.certify(target=target, logits=logits).failure is None
+    with jax.enable_x64(True):
+        assert spec_jax.certify(target=own, logits=my_model.logits).failure is None
+        turned = {**own.params, "freqs": jnp.ones(2, jnp.complex64)}
+        target = spec_jax.wrap(my_model.logits, turned, vocab_size=48, max_length=64)
+        assert spec_jax.SpeculativeDecoder(target).generate([1, 2], 3).tokens
+
+
+def test_a_model_that_cannot_draft_or_take_trees_is_refused_in_one_line():
+    target = my_model.make()
+
+    def forward(params, tokens, cache):
+        return my_model.forward(params, tokens, cache)
+
+    plain = spec_jax.LoadedModel("plain", target.model._replace(forward=forward), target.params)
+    with pytest.raises(ConfigError, match="takes no window_offset"):
+        spec_jax.SpeculativeDecoder(target, plain)
+    tree = spec_jax.SpeculativeConfig("standalone", tree=(2, 2))
+    with pytest.raises(ConfigError, match="takes no window_mask, which trees need"):
+        spec_jax.SpeculativeDecoder(plain, target, tree)

@@ -52,6 +52,9 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
     """
     message = "the draft's model cannot rewind, so nothing can be drafted with it"
     require(model.can_rewind, message)
+    for option in ("window_offset", *["window_mask"] * (tree is not None)):
+        if not model.takes(option):
+            raise ConfigError(f"forward of the draft's model takes no {option}, so it cannot draft")
     check_children(tree, model.last_id + 1, "the draft's")
 
     def init(params, batch, slots):

@@ -117,6 +117,10 @@ def certify(
     if target is not None:
         if rule is not None or drafter is not None:
             raise ConfigError("target is given, and a rule or a drafter; certify one after another")
+        if params is not None or draft_distribution is not None or processors:
+            raise ConfigError(
+                "params, draft_distribution and processors are for rules and drafters"
+            )
         return certify_target(to_target(target), logits, seed=seed)
     if logits is not None:
         raise ConfigError("logits are compared with those of a target; give target=")

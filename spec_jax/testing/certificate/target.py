@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.compilation import usual_flags
 from spec_jax.decoding.calls import call_forward, call_unembed
+from spec_jax.engine.request import check_transfers
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
 from spec_jax.progress import Progress
@@ -50,7 +51,7 @@ def certify_target(
     Args:
       target: the model.
       logits: ``(params, tokens i32[B,T]) -> [B,T,V]``, computed without a cache; None: the model's
-        own pass over all tokens is taken for right.
+        own pass over all tokens is the reference.
       seed: of the tokens.
       tolerance: on the largest difference of a logit, over the largest logit; by default 1e-4, and
         0.1 where the states have 16 bits, of which float32 is the sharper test.
@@ -63,25 +64,13 @@ def certify_target(
         cause where it can be told: length, mask, position.
       ShapeError, ConfigError: what the model returns breaks the contract.
     """
-    run = _Run(target, logits, seed, tolerance)
-    with (
-        jax.default_matmul_precision("highest"),
-        Progress(len(run.steps), "certify", every_s=5.0) as progress,
-    ):
-        for what, step in run.steps:
-            progress.now(what)
-            since = time.perf_counter()
-            try:
-                error = step()
-            except CertificateError as failure:
-                failure.certificate = run.certificate(f"{what}: {failure}")
-                failure.args = (f"target {target.name!r}: {what}: {failure}",)
-                raise
-            if error is not None:
-                seconds = time.perf_counter() - since
-                run.checks.append(Check(what, "equality", error, trials=ROWS, seconds=seconds))
-            progress.step(what)
-    return run.certificate(None)
+    check_transfers()
+    with usual_flags(), jax.default_matmul_precision("highest"):
+        return _Run(target, logits, seed, tolerance).certify()
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 class _Run:
@@ -93,10 +82,10 @@ class _Run:
         self.logits = logits
         self.tolerance = tolerance
         self.slots = min(_SLOTS, model.max_length)
-        if model.max_length < 2 * TOKENS:
+        if model.max_length < 2 * TOKENS or model.last_id < 1:
             raise ConfigError(
-                f"max_length of {target.name} is {model.max_length}; a certificate needs "
-                f"{2 * TOKENS} tokens or more"
+                f"{target.name} has {model.last_id + 1} ids and max_length {model.max_length}; a "
+                f"certificate needs 2 ids and {2 * TOKENS} tokens"
             )
         rng = np.random.default_rng(seed)
         shape = (3, ROWS, TOKENS)
@@ -106,9 +95,6 @@ class _Run:
         self.other = (self.tokens + 1 + self.other % model.last_id) % (model.last_id + 1)
         self.checks: list[Check] = []
         self.not_proved: list[str] = []
-        takes = inspect.signature(model.forward).parameters
-        has_any = any(x.kind is x.VAR_KEYWORD for x in takes.values())
-        self.takes = {n: has_any or n in takes for n in ("window_mask", "window_offset")}
         self.steps = [
             ("shapes and dtypes", self._contract),
             ("no row reads its neighbours", self._neighbours),
@@ -126,7 +112,8 @@ class _Run:
 
     def certificate(self, failure: str | None) -> TargetCertificate:
         open_ends = (
-            f"texts of more than {2 * TOKENS} tokens, other batches, several devices",
+            f"texts of more than {TOKENS} tokens, the cache's end, other batches, several devices",
+            "rewind, take_rows, snapshots, positions of blocks",
             *(["the logits themselves: no function was given"] if self.logits is None else []),
         )
         model = self.model
@@ -134,6 +121,23 @@ class _Run:
         return TargetCertificate(
             *named, tuple(self.checks), (*self.not_proved, *open_ends), failure
         )
+
+    def certify(self) -> TargetCertificate:
+        with Progress(len(self.steps), "certify", every_s=5.0) as progress:
+            for what, step in self.steps:
+                progress.now(what)
+                since = time.perf_counter()
+                try:
+                    error = step()
+                except CertificateError as failure:
+                    failure.certificate = self.certificate(f"{what}: {failure}")
+                    failure.args = (f"target {self.target.name!r}: {what}: {failure}",)
+                    raise
+                if error is not None:
+                    seconds = time.perf_counter() - since
+                    self.checks.append(Check(what, "equality", error, trials=ROWS, seconds=seconds))
+                progress.step(what)
+        return self.certificate(None)
 
     # What the checks share.
 
@@ -177,10 +181,9 @@ class _Run:
         tokens = jnp.asarray(tokens)
         n = np.full(ROWS, tokens.shape[1], np.int32) if n is None else np.asarray(n, np.int32)
         before = np.asarray(cache.length)
-        logits, length, after = self._pass(
-            self.target.params, cache, tokens, n, offset, mask, path,
-            width=width, is_closed=is_closed,
-        )  # fmt: off
+        window = offset, mask, path
+        options = dict(width=width, is_closed=is_closed)
+        logits, length, after = self._pass(self.target.params, cache, tokens, n, *window, **options)
         if (np.asarray(length) != before).any():
             raise CertificateError(
                 f"forward moved cache.length from {before[0]} to {int(length[0])}; only commit may"
@@ -196,9 +199,9 @@ class _Run:
         return self.feed(self.fresh(), tokens)[0]
 
     def right(self, tokens):
-        """f32[B,N,V], the logits that are taken for right."""
+        """f32[B,N,V], the logits that are the reference."""
         if self.logits is None:
-            return self.whole(tokens)
+            return self.checked(self.whole(tokens), "logits")
         logits = np.array(self.logits(self.target.params, jnp.asarray(tokens)), np.float32)
         shape = (*tokens.shape, self.model.vocab_size)
         if logits.shape != shape:
@@ -206,6 +209,13 @@ class _Run:
                 f"the function returned logits {list(logits.shape)}; expected {list(shape)}"
             )
         logits[..., self.model.last_id + 1 :] = -np.inf  # ids that are no tokens
+        return self.checked(logits, "the function's logits")
+
+    def checked(self, logits, name):
+        """Returns logits that a token can be drawn from; ids may be forbidden, with -inf."""
+        is_wrong = np.isnan(logits) | np.isposinf(logits)
+        if is_wrong.any() or not np.isfinite(logits.max(axis=-1)).all():
+            raise CertificateError(f"{name} are not finite")
         return logits
 
     def compare(self, found, expected, explain: str | Callable[[int, int], str]) -> float:
@@ -242,17 +252,26 @@ class _Run:
         model = self.model
         call = functools.partial(call_forward, model)
         output = jax.eval_shape(call, self.target.params, self.tokens, self.fresh())
-        self.limit = self.tolerance or _TOLERANCE[min(4, output.hidden.dtype.itemsize)]
-        self.own = found = self.whole(self.tokens)
+        floats = [x for x in jax.tree.leaves(self.target.params) if _is_float(x)]
+        narrow = min(x.dtype.itemsize for x in (*floats, output.hidden))
+        self.limit = self.tolerance or _TOLERANCE[4 if narrow >= 4 else 2]
+        self.own = found = self.checked(self.whole(self.tokens), "logits")
         V = model.vocab_size
         last = model.last_id
-        if not np.isfinite(found[..., : last + 1]).all():
-            raise CertificateError("logits are not finite")
         if last + 1 < V and not np.isneginf(found[..., last + 1 :]).all():
             raise CertificateError(
                 f"logits of ids {last + 1} to {V - 1}, which are no tokens, must be -inf"
             )
-        self.scale = max(float(np.abs(found[..., : last + 1]).max()), 1e-30)
+        self.scale = max(float(np.abs(found[np.isfinite(found)]).max()), 1e-30)
+        one = jax.ShapeDtypeStruct((ROWS, output.hidden.shape[-1]), output.hidden.dtype)
+        try:
+            is_fit = jax.eval_shape(model.unembed, self.target.params, one).shape == (ROWS, V)
+        except Exception:
+            is_fit = False
+        if not is_fit:
+            self.not_proved.append(
+                "drafting: unembed takes no hidden dtype[B,D], as drafts call it"
+            )
 
     def _neighbours(self):
         error = 0.0
@@ -387,7 +406,10 @@ class _Run:
 
         def explain(row, index):
             if is_stale:
-                return ": it depends on drafts that were forgotten: the mask shows their slots"
+                return (
+                    ": it depends on drafts that were forgotten: the mask shows their slots, or a "
+                    "state cannot forget (then it is a Model(can_rewind=False))"
+                )
             return ": positions or slots go on after the drafts that were forgotten"
 
         return self.compare(found, self.expected, explain)
@@ -413,8 +435,8 @@ class _Run:
         return self.compare(found, self.expected, f"{_RAGGED}, or commit(0) changes a row")
 
     def _window(self):
-        if not (self.model.can_rewind and self.takes["window_offset"]):
-            if not self.takes["window_offset"]:
+        if not (self.model.can_rewind and self.model.takes("window_offset")):
+            if not self.model.takes("window_offset"):
                 self.not_proved.append("forward takes no window_offset, so it cannot draft")
             return None
         cache = self.feed(self.fresh(), self.tokens[:, :4])[1]
@@ -432,7 +454,7 @@ class _Run:
     def _tree(self):
         if not self.model.can_rewind:
             return None
-        if not self.takes["window_mask"]:
+        if not self.model.takes("window_mask"):
             self.not_proved.append("trees: forward takes no window_mask")
             return None
         nodes = len(_TREE)
