@@ -106,7 +106,9 @@ class Part(NamedTuple):
         limit_s = min(self.limit_s, self.end - begin)
         if limit_s < _LEAST_S:
             raise ConfigError(f"of {config.seconds} s none are left")
-        lines, notes, record = [], [], {}
+        lines = []
+        notes = []
+        record = {}
         setup = {"part": self.name, "config": config.to_dict()}
 
         def note(what, error):

@@ -78,7 +78,8 @@ class Worker(contextlib.AbstractContextManager):
         except OSError as error:
             self._errors.close()
             raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from error
-        self._alarm = threading.Timer(limit_s or 0, self._process.kill)
+        self._alarm = threading.Timer(limit_s or 0, self._end)
+        self._limit_s: float | None = None  # that has passed
         if limit_s is not None:
             self._alarm.start()
         try:
@@ -86,6 +87,10 @@ class Worker(contextlib.AbstractContextManager):
         except BaseException:
             self.close()
             raise
+
+    def _end(self) -> None:
+        self._limit_s = self._alarm.interval
+        self._process.kill()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Sends one request and waits for its answer.
@@ -102,6 +107,8 @@ class Worker(contextlib.AbstractContextManager):
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
+            if self._limit_s is not None:
+                raise WorkerError(f"its limit of {self._limit_s:.0f} s had passed")
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip().splitlines()
             why = said[-1] if said else "it wrote nothing to stderr"
