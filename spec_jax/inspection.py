@@ -178,7 +178,9 @@ def _headers(directory: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(directory, stack)
     dtypes = {name: x.dtype.name for name, x in tensors.items()}
-    unknown = [f"tensor {n} has a dtype that is not known" for n in dtypes if dtypes[n] == "void"]
+    unknown = [
+        f"tensor {n} has a dtype that is not known" for n, x in dtypes.items() if x == "void"
+    ]
     return tensors, dtypes, [*unread_index(directory), *unknown[:1]]
 
 

@@ -144,7 +144,9 @@ def test_a_certificate_is_printed_and_a_failed_one_is_status_1(monkeypatch, caps
 
     monkeypatch.setattr(certification, "certify", certify)
     assert main(["certify", "--rule", "m:r", "--drafter", "m:make", "--trials", "9"]) == 0
-    assert asked == [("m:r", "m:make", {"trials": 9, "seed": 0, "has_memory": False})]
+    assert asked == [
+        ("m:r", "m:make", {"target": None, "trials": 9, "seed": 0, "has_memory": False})
+    ]
     assert main(["certify", "--rule", "bad"]) == 1
     assert capsys.readouterr().out == "Certificate\nNo certificate: a joint probability differs\n"
 

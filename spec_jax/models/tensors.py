@@ -56,11 +56,16 @@ class StrictReader:
         Reading a part of it raises WeightsError if it holds values that are not finite.
 
         Raises:
-          WeightsError: it is missing.
+          WeightsError: it is missing, or has a dtype that is not read.
         """
         if name not in self.left:
             raise WeightsError(f"{self._directory}: tensor {name} is missing{self._near(name)}")
         tensor = self.left[name]
+        if tensor.dtype.kind == "V" and tensor.dtype.metadata:  # bfloat16 is of that kind, too
+            stated = tensor.dtype.metadata["stated"]
+            raise WeightsError(
+                f"{self._directory}: tensor {name} has dtype {stated}, not known here"
+            )
 
         def read(part: Part) -> np.ndarray:
             array = tensor.read(part)
