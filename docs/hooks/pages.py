@@ -17,7 +17,10 @@ from docs.hooks import links, markup, options, search  # noqa: E402
 
 _NAMES = markup.known_names()
 _FIRST_SCREEN = "<!-- the first screen of README.md -->"
-_PICTURE = "\n\n![The page of a run](docs/images/report.png){ .lead }\n\n"  # below the heading
+_PICTURE = (  # below the heading
+    "\n\n![The tokens of an answer, coloured by where they came from](docs/images/"
+    "report_tokens.png){ .lead }\n\n"
+)
 _LAST = "Read on"  # the README's section that the site's navigation replaces
 _LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json", ".toml": "toml", ".txt": "text"}
 _origins: dict[str, str] = {}  # the file of the repository that a generated page comes from
