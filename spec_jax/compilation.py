@@ -209,10 +209,14 @@ _kept = _Kept()
 
 
 @contextlib.contextmanager
-def usual_flags() -> Iterator[None]:
-    """Traces the package's programs alike, whatever the caller's flags of jax are."""
+def usual_flags(has_x64: bool = False) -> Iterator[None]:
+    """Traces the package's programs alike, whatever the caller's flags of jax are.
+
+    Args:
+      has_x64: ``jax_enable_x64`` is the caller's.
+    """
     with (
-        jax.enable_x64(False),
+        jax.enable_x64(has_x64 and jax.config.jax_enable_x64),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):
@@ -239,6 +243,7 @@ class bounded_jit:
     Args:
       function: what is compiled; its static arguments are keyword-only.
       static_argnames: as of ``jax.jit``; programs are dropped by their values, for all shapes.
+      has_x64: with ``jax_enable_x64`` it computes with 64 bits.
       **options: of ``jax.jit``.
     """
 
@@ -247,25 +252,27 @@ class bounded_jit:
         function: Callable[..., Any],
         *,
         static_argnames: str | Sequence[str] = (),
+        has_x64: bool = False,
         **options: Any,
     ):
         functools.update_wrapper(self, function)
         is_one = isinstance(static_argnames, str)
         self._static_argnames = (static_argnames,) if is_one else tuple(static_argnames)
+        self._has_x64 = has_x64
         self._options = options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _listen()
-        if jax.config.jax_enable_x64:
+        if jax.config.jax_enable_x64 and not self._has_x64:
             args, kwargs = jax.tree.map(_as_32_bit, (args, kwargs))
-        with usual_flags():
+        with usual_flags(self._has_x64):
             result = self._jitted(kwargs)(*args, **kwargs)
         _kept.bound(result)
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As of ``jax.jit``."""
-        with usual_flags():
+        with usual_flags(self._has_x64):
             return self._jitted(kwargs).lower(*args, **kwargs)
 
     def num_programs(self) -> int:

@@ -9,11 +9,13 @@ import pathlib
 import numpy as np
 import pytest
 from support.defects import DEFECTS, perturbed_layer
+from support.tiny_models import LLAMA, large_weights
 
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
 from spec_jax.testing.auditing.audit import Trail, judge
+from spec_jax.testing.auditing.replay import Passes
 from spec_jax.testing.oracles import toy_logits
 
 PROMPTS = pathlib.Path(__file__).resolve().parents[3] / "shared/data/prompts/HumanEval.jsonl.gz"
@@ -67,6 +69,12 @@ def test_rows_that_were_not_examined_are_said_to_be_so_and_never_counted_as_clea
     assert "2 examined" in str(some) and "7 not examined" in str(some)
     counts = {"identical": 0, "rounding": 1, "bug": 1, "not_examined": 7}
     assert counts.items() <= some.to_dict().items()
+
+
+def test_the_wider_pass_of_float32_has_more_digits():
+    found = Passes(large_weights("target", LLAMA, 0)).logits([3, 1, 4, 1, 5], 2)
+    gaps = np.abs(found.exact - found.rounded)
+    assert 0 < gaps.max() < 1e-4 * np.abs(found.exact).max()
 
 
 def test_sampled_outputs_and_missing_rows_are_refused():

@@ -206,7 +206,7 @@ def _is_float(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-@functools.partial(bounded_jit, static_argnames=("config", "model"))
+@functools.partial(bounded_jit, static_argnames=("config", "model"), has_x64=True)
 def _one_pass(params, tokens, at, *, config, model):
     """Returns f32[N,V] after the tokens ``at``; products of float64 weights are in float64."""
     if model is None:
