@@ -178,7 +178,8 @@ def prefilled(decoder: SpeculativeDecoder, batch: int, slots: int) -> decoding.D
     Its cache and states are zeros: no time depends on them, and the target's pass over prompts need
     not be compiled.
     """
-    system, params = decoder.system(), decoder.params()
+    system = decoder.system()
+    params = decoder.params()
     sampler = make_sampler(SamplerConfig(), batch, system.target.vocab_size)
     new = slots - _FILLED - system.lookahead_slots
     prompts = [[1] * _FILLED] * batch
@@ -199,8 +200,10 @@ class Steps:
     """
 
     def __init__(self, part: str, config: ConfigDict):
-        self.part, self.config = part, config
-        self.sizes, self.chip = config.sizes, CHIPS[config.chip]
+        self.part = part
+        self.config = config
+        self.sizes = config.sizes
+        self.chip = CHIPS[config.chip]
         self.plain_ms: dict[int, float] = {}  # of a round, by rows
 
     @functools.cached_property
@@ -259,7 +262,8 @@ class Steps:
 
     def decode(self, method: str, batch: int) -> tuple[list, list[float], float]:
         """Decodes texts; returns the tokens of each, tokens a second of each repeat, and tau."""
-        count, new = self.sizes.texts, self.sizes.new_tokens
+        count = self.sizes.texts
+        new = self.sizes.new_tokens
         asked = dict(data="", num_prompts=count, max_prompt_tokens=_LONGEST, new_tokens=new)
         prompts, _ = peers.load_prompts(ConfigDict(asked), self.target)
         draft = load_draft("zoo/eagle3", self.target) if method == "eagle3" else None
@@ -279,7 +283,8 @@ class Steps:
     def equal(self, precision: str) -> list[dict]:
         """Compares rows with drafts and without, at a precision of float32 products."""
         jax.config.update("jax_default_matmul_precision", precision)
-        plain, lines = None, []
+        plain = None
+        lines = []
         for method in ("plain", "eagle3", "ngram"):
             rows, rates, tau = self.decode(method, self.sizes.texts)
             plain = plain or rows
@@ -295,16 +300,20 @@ class Steps:
         given = ("ngram", self.config.num_draft.ngram) if method == "ngram" else (None, 0)
         setting = self.setting(1)
         floor = roofline.predict(self.target.config, *given, tau, self.chip, setting).tok_s
-        what, note = f"{self.target.name}, {method}", f"tau {tau:.2f}"
+        what = f"{self.target.name}, {method}"
+        note = f"tau {tau:.2f}"
         return [dict(what=what, values=rates, unit="tok/s", predicted=floor, note=note)]
 
     def round(self, method: str, batch: int) -> list[dict]:
         """Times rounds, and compares their speed with plain decoding's."""
-        begin, decoder = time.perf_counter(), self.decoder(method)
+        begin = time.perf_counter()
+        decoder = self.decoder(method)
         state = prefilled(decoder, batch, self.sizes.slots)
         timer = llama110m.GenerateTimer(decoder, state, self.sizes.rounds)
-        first_s, tau = time.perf_counter() - begin, timer.stats.tau
-        name, floor_s = f"{method}, B={batch}", sum(self.floors(method, batch))
+        first_s = time.perf_counter() - begin
+        tau = timer.stats.tau
+        name = f"{method}, B={batch}"
+        floor_s = sum(self.floors(method, batch))
         note = f"K={decoder.num_draft}, tau {tau:.2f}, compiled and first run in {first_s:.0f} s"
         lines = [self.line(f"{name}: a round", timer, floor_s, note)]
         ms = np.median(lines[0]["values"])
@@ -319,7 +328,9 @@ class Steps:
 
     def passes(self, method: str) -> list[dict]:
         """Times the parts of a round of one row."""
-        decoder, slots, rounds = self.decoder(method), self.sizes.slots, self.sizes.rounds
+        decoder = self.decoder(method)
+        slots = self.sizes.slots
+        rounds = self.sizes.rounds
         own_s, *draft_s = self.floors(method, 1)
         step = drafting_step(decoder.system(), decoder.params(1)["draft"], slots, 1)
         timer = steps_timer([step], 1, rounds)
@@ -337,13 +348,17 @@ class Steps:
 
     def prefill(self) -> list[dict]:
         """Feeds prompts of unequal length, as decoding does and in one pass."""
-        decoder, slots = self.decoder("plain"), self.sizes.slots
-        system, params = decoder.system(), decoder.params()["target"]
+        decoder = self.decoder("plain")
+        slots = self.sizes.slots
+        system = decoder.system()
+        params = decoder.params()["target"]
         lengths = np.asarray(self.sizes.prompts, np.int32)
-        longest, width = int(lengths.max()), padded_width(int(lengths.max()))
+        longest = int(lengths.max())
+        width = padded_width(int(lengths.max()))
         given = params, np.ones((len(lengths), width), np.int32), lengths
         whole = functools.partial(prefill_target, target=system.target, slots=slots)
-        setting, chunk = self.setting(len(lengths)), system.prefill_chunk
+        setting = self.setting(len(lengths))
+        chunk = system.prefill_chunk
         lines = []
         for run, fed, size in (
             (lambda _: feed(*given, system, slots), longest, chunk),

@@ -44,7 +44,8 @@ class Engine:
       dispatched_s: when the last program had been dispatched, by ``time.perf_counter``.
 
     Raises:
-      ConfigError: the rule cannot serve the samplers' temperature.
+      ConfigError: the rule cannot serve the samplers' temperature, or ``jax_transfer_guard``
+        forbids moving arrays.
     """
 
     def __init__(
@@ -54,15 +55,13 @@ class Engine:
         observers: tuple[Observer, ...] = (),
         count: Callable[[Stats], None] | None = None,
     ):
+        check_transfers()
         self.decoder = decoder
         self._count = count
         system = decoder.system(samplers)
         self.system = system._replace(observers=(*system.observers, *observers))
         self._runner: AdaptiveRunner | None = None
         self.dispatched_s = 0.0
-
-    def __post_init__(self):
-        check_transfers()
 
     @property
     def num_ahead(self) -> int:

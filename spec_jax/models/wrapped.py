@@ -83,7 +83,8 @@ def wrap(
         del positions  # a sequence has no others than its own
         cache, slots = cache.write(tokens, window_offset)
         if window_mask is None:
-            rows, last = cache.tokens, slots
+            rows = cache.tokens
+            last = slots
         else:
             own = window_offset + jnp.arange(tokens.shape[1], dtype=jnp.int32)
             rows, last = _paths(cache, window_mask, own)

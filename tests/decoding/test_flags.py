@@ -65,6 +65,9 @@ def test_a_guard_against_transfers_is_refused_in_one_line():
     models()
     with jax.transfer_guard("disallow"), pytest.raises(ConfigError, match="jax_transfer_guard"):
         texts()
+    decoder = spec_jax.SpeculativeDecoder(models()[0])
+    with jax.transfer_guard("disallow"), pytest.raises(ConfigError, match="jax_transfer_guard"):
+        dict(spec_jax.DecodeQueue(decoder, [[3, 1, 4]], batch=1, max_new_tokens=2))
 
 
 @pytest.mark.exhaustive
