@@ -127,7 +127,7 @@ def test_every_family_and_cache_gets_a_certificate(kind):
         return transformer.logits(params, tokens, config=config)
 
     found = spec_jax.certify(target=large_weights(kind, config, 3), logits=logits)
-    assert len(found.checks) == 11 and len(found.not_proved) == 1
+    assert len(found.checks) == 11 and len(found.not_proved) == 2
 
 
 def test_logits_that_are_not_the_functions_are_refused():
