@@ -392,6 +392,24 @@ MUTATIONS = mutants.read("""
     a sliding layer sees a token more
         Blocks._sees: jnp.abs(distance) < size -> jnp.abs(distance) <= size
         test_attention_is_that_of_one_explicit_mask[3-False]
+    a window is a token wider
+        Sees.low: last - self.size + 1 -> last - self.size
+        test_tokens_out_of_sight_change_nothing_and_the_last_in_sight_does
+    a window is a token narrower
+        Sees.low: last - self.size + 1 -> last - self.size + 2
+        test_tokens_out_of_sight_change_nothing_and_the_last_in_sight_does
+    a window along a path is a node narrower
+        Sees._is_inside: later <= self.size -> later < self.size
+        test_what_rejected_drafts_wrote_is_never_seen[mistral]
+    * a rejected branch overwrites a slot that is still seen
+        RollingCache.create: config.sliding_window + c_ -> config.sliding_window + c_ // 2
+        test_what_rejected_drafts_wrote_is_never_seen[mistral]
+    the largest pass overwrites a slot that it sees
+        RollingCache.create: config.sliding_window + c_ -> config.sliding_window + c_ - 2
+        test_a_prompt_in_chunks_has_the_logits_of_the_whole[mistral-12]
+    an accepted path is read past the last slot
+        KVCache._gather: self.slots_of(x_) -> x_
+        test_what_rejected_drafts_wrote_is_never_seen[mistral]
     drafts of a block are compared with the token before
         block_loss: slots(batch.tokens, anchors, first, K) -> slots(batch.tokens, anchors, 0, K)
         test_a_loss_is_the_weighted_mean_over_drafts_that_count

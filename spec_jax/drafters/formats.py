@@ -737,6 +737,8 @@ def layer_json(layer: Any) -> dict[str, Any]:
     """Returns what config.json says of a head's layers, with both spellings of the rotary ones."""
     hf = layer.to_hf() | layer.rope.spellings()
     del hf["architectures"]
+    if getattr(layer, "sliding_window", None) is not None:  # of Llama's layers, too
+        hf |= {"model_type": layer.model_type, "use_sliding_window": True}
     return hf | {"tie_word_embeddings": False}
 
 

@@ -36,6 +36,7 @@ from spec_jax.meshes import has_copies, mesh_of, mesh_text, to_mesh, without_cop
 from spec_jax.models import transformer
 from spec_jax.models.caches.rewriting import warn_if_rewritten
 from spec_jax.models.chunks import CHUNK
+from spec_jax.models.config import largest_pass
 from spec_jax.overlap import overlap
 from spec_jax.rules import make_rule
 from spec_jax.sampling import Samplers, check_samplers, highest_temperature
@@ -157,9 +158,15 @@ class DecoderParts(ReprMixin):
         self.mesh = None if self.is_overlapped else mesh
         self.has_expected = has_expected
         self.observers = check_observers(observers)
-        self.prefill_chunk = CHUNK
+        most = min(largest_pass(part.config) for part in (target, draft) if part is not None)
+        self.prefill_chunk = min(CHUNK, most)
         if prefill_chunk is not None:
             self.prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+            if prefill_chunk > most:
+                raise ConfigError(
+                    f"prefill_chunk is {prefill_chunk}; the caches of layers with a sliding window "
+                    f"take passes of {most} tokens: set max_pass of the config to {prefill_chunk}"
+                )
             if prefill_chunk > target.model.max_length:
                 raise ConfigError(
                     f"prefill_chunk is {prefill_chunk}; {target.name} holds "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from spec_jax.models.sees import Sees
 from spec_jax.sharding import ambient, constrain, shard_map_over, spec
 
 # ``attend_prefix`` reads one or two eighths of a cache, or all of it: the copy of a longer prefix
@@ -117,8 +119,8 @@ def attend_prefix(
     return jax.lax.platform_dependent(cpu=choose, default=prefixes[-1])
 
 
-def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: Any) -> jax.Array:
-    """Attends over one layer of a cache that holds the window's keys and values already.
+def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, sees: Sees, scale: Any) -> jax.Array:
+    """Attends over one layer of a cache that holds the pass's keys and values already.
 
     ``cache.attention`` says how, see ``config.ATTENTIONS``: by ``attend_filled``, or by
     ``attend_prefix``, which is also taken if a mesh splits query heads and not key-value heads.
@@ -127,7 +129,7 @@ def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: 
       q_BTNH: dtype[B,T,N,H], queries.
       cache: a ``KVCache``.
       index: of the layer.
-      window: the ``layers.Window``.
+      sees: what the tokens see.
       scale: multiplies the scores; None means 1/sqrt(H).
 
     Returns:
@@ -135,7 +137,8 @@ def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: 
     """
 
     def whole():
-        return attend_prefix(q_BTNH, *cache.layer(index), window.mask, scale=scale)
+        mask = sees(cache.positions(jnp.arange(cache.slots, dtype=jnp.int32), sees.end))
+        return attend_prefix(q_BTNH, *cache.layer(index), mask, scale=scale)
 
     if cache.attention == "auto" and cache.slots < MIN_BLOCKED:
         return whole()
@@ -144,7 +147,7 @@ def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, window: Any, scale: 
         return whole()
 
     def in_blocks():
-        return attend_filled(q_BTNH, *arrays, index, window, scale=scale)
+        return attend_filled(q_BTNH, *arrays, index, sees, cache.positions, scale=scale)
 
     if cache.attention == "auto":
         return jax.lax.platform_dependent(cpu=whole, default=in_blocks)
@@ -161,34 +164,6 @@ def _splits_alike(q_BTNH, keys):
         return spec((name,), (count,), mesh)
 
     return heads("heads", q_BTNH.shape[2]) == heads("kv_heads", keys.shape[-3])
-
-
-def sees(
-    slots: jax.Array,
-    start: jax.Array,
-    num_tokens: int,
-    offset: int | jax.Array = 0,
-    is_seen: jax.Array | None = None,
-    first: int | jax.Array = 0,
-) -> jax.Array:
-    """Returns bool[B,T,S], whether each token of a window sees each of some slots i32[S].
-
-    Args:
-      slots: of the cache, in any order.
-      start: see ``layers.Window``, like the arguments after ``num_tokens``, which is T.
-    """
-    first = first[:, :, None] if jnp.ndim(first) else first
-    if is_seen is None:
-        ends = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-        return (slots <= ends[:, :, None]) & (slots >= first)
-    place = slots - (start - offset)[:, None]  # i32[B,S], in the window
-    is_at = place[:, None] == jnp.arange(is_seen.shape[-1])[:, None]  # bool[B,W,S]
-
-    def as_numbers(x):
-        return jnp.broadcast_to(x, (len(start), *x.shape[1:])).astype(jnp.float32)
-
-    inside = jnp.einsum("btw,bws->bts", as_numbers(is_seen), as_numbers(is_at)) > 0
-    return ((place < 0)[:, None] | inside) & (slots >= first)
 
 
 def slot_block(num_slots: int, slot_bytes: int, score_bytes: int) -> int:
@@ -208,7 +183,8 @@ def attend_filled(
     keys: jax.Array,
     values: jax.Array,
     layer: int | jax.Array,
-    window: Any,
+    sees: Sees,
+    positions: Callable[[jax.Array, jax.Array], jax.Array] = lambda slots, end: slots,
     *,
     scale: float | None = None,
     block: int | None = None,
@@ -224,7 +200,8 @@ def attend_filled(
       keys: dtype[L,B,G,S,H], dtype[B,G,S,H] or dtype[B*G,S,H].
       values: likewise, of any width. Masked ones must be finite too; keys may be NaN.
       layer: of a stack; without one it is ignored.
-      window: the ``layers.Window``, whose tokens the cache holds already.
+      sees: what the tokens see, which the cache holds already.
+      positions: which position each slot holds, see ``KVCache.positions``.
       scale: multiplies the scores; by default 1/sqrt(H).
       block: slots of a block; by default ``slot_block`` of what a device holds.
 
@@ -234,20 +211,16 @@ def attend_filled(
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     axes = P("layers", "batch", "kv_heads", "slots", "head_dim")[-keys.ndim :]
     axes = P() if keys.ndim == 3 else P(*axes)
-    # Runs on each device; a mask of None needs no PartitionSpec.
-    first = jnp.asarray(window.first, jnp.int32)
-    parts = (window.start, jnp.int32(window.offset), window.is_seen, first)
-    in_axes = (P("batch"), P(), P("batch"), P("batch") if first.ndim else P())
-    run = functools.partial(_over_blocks, scale=scale, block=block)
+    run = functools.partial(_over_blocks, positions=positions, scale=scale, block=block)
     heads = P("batch", None, "heads")
-    run = shard_map_over(run, (heads, axes, axes, P(), in_axes), heads)
-    return run(q_BTNH, keys, values, jnp.int32(layer), parts).reshape(*q_BTNH.shape[:2], -1)
+    sees, sees_axes = sees.on_devices()
+    run = shard_map_over(run, (heads, axes, axes, P(), sees_axes), heads)
+    return run(q_BTNH, keys, values, jnp.int32(layer), sees).reshape(*q_BTNH.shape[:2], -1)
 
 
-def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
+def _over_blocks(q_BTNH, keys, values, layer, sees, *, positions, scale, block):
     """``attend_filled`` on one device, dtype[B,T,N,H]."""
     B, T, N, H = q_BTNH.shape
-    (start, *seen) = parts
     is_stacked = keys.ndim == 5
     *lead, S, _ = keys.shape[is_stacked:]
     G = math.prod(lead) // B
@@ -266,14 +239,14 @@ def _over_blocks(q_BTNH, keys, values, layer, parts, *, scale, block):
             return jax.lax.dynamic_slice(x, at, size).reshape(size[is_stacked:])
 
         slots = begin + jnp.arange(block, dtype=jnp.int32)
-        mask = sees(slots, start, T, *seen) & (slots >= i * block)  # the last one may overlap
+        mask = sees(positions(slots, sees.end)) & (slots >= i * block)  # the last one may overlap
         scores = _product("...mh,...sh->...ms", q, cut(keys)) * scale
         scores = scores.reshape(B, G, N // G, T, block)
         scores = jnp.where(mask[:, None, None], scores, -1e30).reshape(*lead, -1, block)
         return i + 1, _add(sums, scores, "...ms,...sh->...mh", cut(values))
 
     count = -(-S // block)
-    used = -(-(start.max() + T) // block)
+    used = -(-sees.end.max() // block)
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     sums = (zeros - 1e30, zeros, jnp.zeros((*zeros.shape, values.shape[-1]), jnp.float32))
 
@@ -308,43 +281,42 @@ def causal_attention(
     q_BTNH: jax.Array,
     k_BGTH: jax.Array,
     v_BGTH: jax.Array,
+    sees: Sees,
     *,
     block: int | None = None,
     scale: float | None = None,
     kind: str = "auto",
-    begins: jax.Array | None = None,
 ) -> jax.Array:
-    """Attends within whole sequences: every token sees itself and the tokens before it.
+    """Attends within whole sequences: every token sees itself and tokens before it.
 
-    By ``causal_parts``, or on a TPU, of long sequences, by ``by_splash``.
+    By ``causal_parts``, or on a TPU, of long sequences, by ``by_splash``; and all at once if the
+    sequences are short, or the tokens see what is not a chain.
 
     Args:
       q_BTNH: dtype[B,T,N,H], queries.
       k_BGTH: dtype[B,G,T,H], keys.
       v_BGTH: dtype[B,G,T,H], values, of any width.
+      sees: what the tokens see.
       block: see ``causal_parts``.
       scale: multiplies the scores; by default 1/sqrt(H).
       kind: see ``config.ATTENTIONS``; "xla" never takes the kernel.
-      begins: i32[B,T], where each token's document begins, before which it sees nothing; None if a
-        sequence is one document.
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values.
     """
     T = q_BTNH.shape[1]
-    if T <= (block or block_size(T)):
-        first = 0 if begins is None else begins
-        mask = sees(jnp.arange(T), jnp.zeros(1, jnp.int32), T, first=first)
+    if sees.inside is not None or T <= (block or block_size(T)):
+        mask = sees(jnp.arange(T, dtype=jnp.int32))
         return attend(q_BTNH, k_BGTH, v_BGTH, mask, scale=scale)
 
     def by_parts(q_BTNH, k, v):
         q = grouped(q_BTNH, k.shape[1])
-        _, total, out = causal_parts(q, k, v, block=block, scale=scale, begins=begins)
+        _, total, out = causal_parts(q, k, v, sees, block=block, scale=scale)
         return ungrouped((out / total[..., None]).astype(v.dtype))
 
     if kind != "auto" or not _has_splash(q_BTNH, k_BGTH, v_BGTH):
         return by_parts(q_BTNH, k_BGTH, v_BGTH)
-    on_tpu = functools.partial(by_splash, scale=scale, begins=begins)
+    on_tpu = functools.partial(by_splash, sees=sees, scale=scale)
     return jax.lax.platform_dependent(q_BTNH, k_BGTH, v_BGTH, tpu=on_tpu, default=by_parts)
 
 
@@ -359,9 +331,9 @@ def by_splash(
     q_BTNH: jax.Array,
     k_BGTH: jax.Array,
     v_BGTH: jax.Array,
+    sees: Sees,
     *,
     scale: float | None = None,
-    begins: jax.Array | None = None,
     is_interpreted: bool = False,
 ) -> jax.Array:
     """``causal_attention`` by jax's kernel for TPUs, which has a gradient of its own.
@@ -372,8 +344,8 @@ def by_splash(
       q_BTNH: dtype[B,T,N,H], queries.
       k_BGTH: dtype[B,G,T,H], keys.
       v_BGTH: dtype[B,G,T,H], values, as wide as the keys.
+      sees: what the tokens see, a chain.
       scale: multiplies the scores; by default 1/sqrt(H).
-      begins: see ``causal_attention``.
       is_interpreted: runs on any platform, slowly.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # takes long to import
@@ -385,7 +357,10 @@ def by_splash(
         at_the_end = [(0, 0), (0, 0), (0, -T % SPLASH_BLOCK), (0, 0)]  # which no token sees
         q, k, v = (jnp.pad(x, at_the_end) for x in (q_BNTH, k, v))
         sizes = [field for field in splash.BlockSizes.__dataclass_fields__ if "block" in field]
-        mask = splash.CausalMask((q.shape[2], q.shape[2]))
+        shape = (q.shape[2], q.shape[2])
+        mask = splash.CausalMask(shape)
+        if sees.size is not None:
+            mask = splash.LocalMask(shape, (sees.size - 1, 0), 0)
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * q.shape[1]),
             block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, SPLASH_BLOCK)),
@@ -401,7 +376,7 @@ def by_splash(
     keys = P("batch", "kv_heads")
     q = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype).transpose(0, 2, 1, 3)
     out = shard_map_over(attend_rows, (heads, keys, keys, P("batch")), heads)(
-        q, k_BGTH, v_BGTH, begins
+        q, k_BGTH, v_BGTH, sees.begins
     )
     return out.transpose(0, 2, 1, 3).reshape(-1, T, N * H)
 
@@ -422,10 +397,10 @@ def causal_parts(
     q_BGRTH: jax.Array,
     k_BGTH: jax.Array,
     v_BGTH: jax.Array,
+    sees: Sees,
     *,
     block: int | None = None,
     scale: float | None = None,
-    begins: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the sums of causal attention, which can be joined with those of further keys.
 
@@ -439,9 +414,9 @@ def causal_parts(
       q_BGRTH: queries, see ``grouped``.
       k_BGTH: dtype[B,G,T,H], keys.
       v_BGTH: dtype[B,G,T,H], values, of any width.
+      sees: what the tokens see, of those up to each of them.
       block: number of tokens in a block, by default ``block_size``.
       scale: multiplies the scores; by default 1/sqrt(H).
-      begins: see ``causal_attention``.
 
     Returns:
       ``highest`` f32[B,G,R,T], each query's highest score, without a gradient; the sum
@@ -455,12 +430,15 @@ def causal_parts(
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -T % block), (0, 0)])
         return _shared(jnp.moveaxis(x.reshape(*x.shape[:-2], -1, block, x.shape[-1]), -3, 0))
 
-    if begins is not None:
-        begins = jnp.pad(begins, [(0, 0), (0, -T % block)]).reshape(len(begins), -1, block)
-        begins = constrain(begins.swapaxes(0, 1), None, "batch")
-    highest, total, out = _causal_blocks(
-        split(q_BGRTH), split(k_BGTH), split(v_BGTH), begins, H**-0.5 if scale is None else scale
-    )
+    low = None if isinstance(sees.low, int) else sees.low
+    if low is not None:
+        low = jnp.pad(low, [(0, 0), (0, -T % block)]).reshape(len(low), -1, block)
+        low = constrain(low.swapaxes(0, 1), None, "batch")
+    # A block of queries sees at most so many blocks of keys before its own.
+    reach = None if sees.size is None else -(-(sees.size - 1) // block)
+    scale = H**-0.5 if scale is None else scale
+    blocks = split(q_BGRTH), split(k_BGTH), split(v_BGTH)
+    highest, total, out = _causal_blocks(*blocks, low, scale, reach)
 
     def join(x):
         return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T]
@@ -473,53 +451,55 @@ def _shared(x):
     return constrain(x, None, "batch", "kv_heads")
 
 
-def _pairs(num_blocks):
+def _pairs(num_blocks, reach):
     """The blocks of queries and of keys of every pair, i32[P] twice."""
-    return jax.tree.map(jnp.asarray, np.tril_indices(num_blocks))
+    row, column = np.tril_indices(num_blocks)
+    is_near = row - column <= (num_blocks if reach is None else reach)
+    return jnp.asarray(row[is_near]), jnp.asarray(column[is_near])
 
 
-def _block_scores(q, k, begins, row, column, scale):
+def _block_scores(q, k, low, row, column, scale):
     """f32[B,G,R,M,S] of one pair."""
     scores = _product("bgrmh,bgsh->bgrms", q[row], k[column]) * scale
     order = jnp.arange(q.shape[-2])
     seen = (row > column) | (order <= order[:, None])
-    if begins is not None:
-        seen &= (column * len(order) + order >= begins[row][..., None])[:, None, None]
+    if low is not None:
+        seen &= (column * len(order) + order >= low[row][..., None])[:, None, None]
     return jnp.where(seen, scores, -1e30)
 
 
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _causal_blocks(q, k, v, begins, scale):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _causal_blocks(q, k, v, low, scale, reach):
     """``causal_parts`` of blocks."""
-    return _causal_forward(q, k, v, begins, scale)[0]
+    return _causal_forward(q, k, v, low, scale, reach)[0]
 
 
-def _causal_forward(q, k, v, begins, scale):
+def _causal_forward(q, k, v, low, scale, reach):
     def add(carry, pair):
         row, column = pair
-        scores = _block_scores(q, k, begins, row, column, scale)
+        scores = _block_scores(q, k, low, row, column, scale)
         own = _add(tuple(x[row] for x in carry), scores, "bgrms,bgsh->bgrmh", v[column])
         return tuple(x.at[row].set(part) for x, part in zip(carry, own)), None
 
     zeros = _shared(jnp.zeros(q.shape[:-1], jnp.float32))
     out = _shared(jnp.zeros((*zeros.shape, v.shape[-1]), jnp.float32))
-    sums, _ = jax.lax.scan(add, (zeros - 1e30, zeros, out), _pairs(len(q)))
+    sums, _ = jax.lax.scan(add, (zeros - 1e30, zeros, out), _pairs(len(q), reach))
     sums = tuple(checkpoint_name(x, SUMS) for x in sums)
-    return sums, (q, k, v, begins, sums[0])
+    return sums, (q, k, v, low, sums[0])
 
 
-def _causal_backward(scale, kept, gradients):
-    q, k, v, begins, highest = kept
+def _causal_backward(scale, reach, kept, gradients):
+    q, k, v, low, highest = kept
     _, d_total, d_out = gradients
     d_out = d_out.astype(v.dtype)
 
     def add(carry, pair):
         d_q, d_k, d_v = carry
         row, column = pair
-        weights = jnp.exp(_block_scores(q, k, begins, row, column, scale) - highest[row][..., None])
+        weights = jnp.exp(_block_scores(q, k, low, row, column, scale) - highest[row][..., None])
         d_weights = _product("bgrmh,bgsh->bgrms", d_out[row], v[column])
         d_scores = weights * (d_weights + d_total[row][..., None]) * scale
         weights, d_scores = weights.astype(v.dtype), d_scores.astype(q.dtype)
@@ -529,7 +509,7 @@ def _causal_backward(scale, kept, gradients):
         return (d_q, d_k, d_v), None
 
     zeros = [_shared(jnp.zeros(x.shape, jnp.float32)) for x in (q, k, v)]
-    sums, _ = jax.lax.scan(add, tuple(zeros), _pairs(len(q)))
+    sums, _ = jax.lax.scan(add, tuple(zeros), _pairs(len(q), reach))
     return *(x.astype(of.dtype) for x, of in zip(sums, (q, k, v))), None
 
 

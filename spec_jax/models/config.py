@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -45,13 +46,17 @@ _LEFT_OUT = {
     "qwen3": {"head_dim": 128, **_QWEN},
 }
 _FLAGGED = ("mimo", "qwen2", "qwen3", "qwen3_moe")  # types that have ``use_sliding_window``
+_WINDOWED = ("mimo", "mistral", "qwen2", "qwen3")
+_IS_OFF = "use_sliding_window is not true"
 _NO_NULL = {"mistral": "num_key_value_heads", "qwen3": "head_dim"}
 ATTENTIONS = ("auto", "xla")
 """How a cache is attended over. "xla": in blocks of slots, up to the last one of the longest row.
 "auto": likewise off a CPU where there are many slots; else all slots, or on a CPU a prefix. It also
 uses splash attention on a TPU, for whole sequences of 1,024 tokens or more, as in training.
 """
-_OURS = ("scan_layers", "attention")  # fields that no file has
+_OURS = ("scan_layers", "attention", "max_pass")  # fields that no file has
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 T = TypeVar("T")
 
 
@@ -100,49 +105,65 @@ _ROPE_RANGES = {
 }
 
 
-def check_sees_all(hf: Mapping[str, Any], *, is_head: bool = False) -> None:
-    """Raises a ConfigError if a layer attends to a sliding window of tokens instead of all.
+def largest_pass(config: Any) -> float:
+    """Returns the most tokens that a pass of a model or a head feeds; it may be infinite.
+
+    Args:
+      config: of the model or the head; None if it has none.
+    """
+    layer = getattr(config, "layer", config)
+    return math.inf if getattr(layer, "sliding_window", None) is None else layer.max_pass
+
+
+NO_WINDOWS = {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
+"""What a config.json says of layers that see all tokens."""
+
+
+def windows_of(hf: Mapping[str, Any], *, is_head: bool = False) -> dict[str, Any]:
+    """Returns the fields ``sliding_window`` and ``layer_types`` of ``ModelConfig``.
 
     Args:
       hf: the object of config.json.
-      is_head: it describes the layer of a head. Any such layer may have a window, also of a model
+      is_head: it describes the layers of a head. Any such layer may have a window, also of a model
         type whose class in transformers has none; with a type that has the key
         ``use_sliding_window``, the key decides, as it does there.
+
+    Raises:
+      ConfigError: layers of this type have no windows, a layer is of another kind, or the size of
+        the windows is missing or wrong.
     """
-    kinds = hf.get("layer_types")
-    window = hf.get("sliding_window")
     kind = hf.get("model_type")
-    has_flag = kind in _FLAGGED or hf.get("use_sliding_window") is not None
+    kinds = hf.get("layer_types")
+    is_mistral = kind == "mistral" and not is_head
+    size = hf.get("sliding_window", 4096 if is_mistral else None)
+    L = hf.get("num_hidden_layers")
+    L = L if is_integer(L, 1, 10_000) else 1  # it is refused elsewhere
     check(kinds is None or isinstance(kinds, (list, tuple)), "layer_types", kinds, "a list")
-    others = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
-    if others:
-        said = f"layer_types names {', '.join(others):.80}"
-    elif is_head and not has_flag and kinds is None and window is not None:
-        said = f"sliding_window is {shown(window)}"
-    elif not is_head and kind == "mistral" and hf.get("sliding_window", 4096) is not None:
-        said = f"sliding_window is {hf.get('sliding_window', 'absent, which means 4096')!s:.80}"
-    elif stated_flag(hf, "use_sliding_window") and kinds is None and _has_window_layers(hf):
-        said = f"use_sliding_window is set, with sliding_window {shown(window)}"
+    others = ", ".join(sorted({str(kind) for kind in kinds or ()} - {FULL, SLIDING}))
+    require(not others, f"layer_types names {others:.80}, which is not supported")
+    has_flag = kind in _FLAGGED or hf.get("use_sliding_window") is not None
+    is_on = stated_flag(hf, "use_sliding_window")
+    if kinds is not None:
+        slides = [kind == SLIDING for kind in kinds]
+        is_on |= is_head or kind not in _FLAGGED
+        require(is_on or not any(slides), f"layer_types names {SLIDING}, and {_IS_OFF}")
+    elif has_flag:
+        first = hf.get("max_window_layers", 0 if is_head else 28)
+        check(not is_on or is_integer(first, 0), "max_window_layers", first, "an integer from 0")
+        slides = [is_on and i >= first for i in range(L)]
     else:
-        return
+        slides = [size is not None and (is_head or is_mistral)] * L
     longest = hf.get("max_position_embeddings")
-    are_windows = others in ([], ["sliding_attention"])
-    if are_windows and isinstance(window, int) and isinstance(longest, int) and window >= longest:
-        return  # no token is out of sight
-    remedy = " (sliding_window null)" if said.startswith("sliding_window") else ""
-    if are_windows and is_integer(window) and window >= 1:
-        remedy += (
-            f"; up to {window} tokens the two are the same: set max_position_embeddings to "
-            f"{window} to decode no longer texts"
-        )
-    raise ConfigError(f"{said}, which is not supported; expected full attention{remedy}")
-
-
-def _has_window_layers(hf: Mapping[str, Any]) -> bool:
-    """Returns whether any layer comes after ``max_window_layers``: those have windows."""
-    first = hf.get("max_window_layers", 0)
-    layers = hf.get("num_hidden_layers")
-    return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
+    is_long = is_integer(size, 1) and is_integer(longest, 1) and size >= longest
+    if not any(slides) or is_long:  # no token is out of sight
+        return {"sliding_window": None, "layer_types": ()}
+    message = f"layers of model_type {shown(kind)} with a sliding window are not supported"
+    require(is_head or kind in _WINDOWED, message)
+    check(is_integer(size, 1), "sliding_window", size, "a positive integer")
+    return {
+        "sliding_window": size,
+        "layer_types": tuple(SLIDING if is_sliding else FULL for is_sliding in slides),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,7 +466,10 @@ class ModelConfig(EqualHeads):
     ``scan_layers`` is ours. False unrolls the layers with separate weights, which is faster on a
     CPU and on a GPU; True scans over the stacked weights of layers that repeat (see
     ``models/runs.py``), which compiles in seconds for a TPU.
-    ``attention`` is ours too: how a cache is attended over, see ``ATTENTIONS``.
+    ``attention`` is ours too: how a cache is attended over, see ``ATTENTIONS``; and ``max_pass``:
+    maximum tokens of a row that a pass feeds to the cache of layers with a sliding window.
+    ``layer_types`` says which layers have one; it is empty if all or none have, as
+    ``sliding_window`` says.
 
     A subclass for another family sets ``architectures``: its model types, and the name of each
     one's class in transformers.
@@ -459,7 +483,10 @@ class ModelConfig(EqualHeads):
     model_type: str = "llama"
     max_position_embeddings: int = 2048
     mlp_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
     attention: str = "auto"
+    max_pass: int = 512
 
     def __post_init__(self):
         check_known("model_type", self.model_type, self.architectures)
@@ -467,7 +494,16 @@ class ModelConfig(EqualHeads):
         others = {}
         if self.num_key_value_heads is None:
             others["num_key_value_heads"] = self.num_attention_heads
-        self.settle("num_key_value_heads", "head_dim", **others)
+        self.settle("num_key_value_heads", "head_dim", "sliding_window", **others)
+        L = self.num_hidden_layers
+        usual = FULL if self.sliding_window is None else SLIDING
+        kinds = tuple(self.layer_types or [usual] * L)
+        are_kinds = len(kinds) == L and set(kinds) <= {FULL, usual}
+        expected = f"{FULL} or, with sliding_window, {SLIDING} for {L} layers"
+        check(are_kinds, "layer_types", kinds, expected)
+        object.__setattr__(self, "layer_types", kinds if len(set(kinds)) > 1 else ())
+        if SLIDING not in kinds:
+            object.__setattr__(self, "sliding_window", None)
         if self.model_type == "qwen2":  # whatever the field says
             object.__setattr__(self, "attention_bias", True)
         self.settle_heads()
@@ -487,6 +523,13 @@ class ModelConfig(EqualHeads):
         return self.head_dim
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, how many tokens a token sees, itself included; None means all."""
+        size = self.sliding_window
+        each = [size if kind == SLIDING else None for kind in self.layer_types]
+        return tuple(each) if each else (size,) * self.num_hidden_layers
+
+    @property
     def has_output_bias(self) -> bool:
         """Whether o_proj has a bias: Llama's ``attention_bias`` includes it, Qwen2's does not."""
         return self.attention_bias and self.model_type != "qwen2"
@@ -502,7 +545,7 @@ class ModelConfig(EqualHeads):
         kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         check_known("model_type", kind, [*cls.architectures, *ALIASES])
         hf = {**_LEFT_OUT.get(hf["model_type"], {}), **hf}
-        check_sees_all(hf)
+        hf |= windows_of(hf)
         name = _NO_NULL.get(hf["model_type"])
         require(
             name is None or hf[name] is not None, f"{name} is null; expected a positive integer"
@@ -511,9 +554,21 @@ class ModelConfig(EqualHeads):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json that transformers loads as the same model."""
-        left_out = []
-        if self.model_type != "llama":
+        kind = self.model_type
+        has_window = self.sliding_window is not None
+        is_mistral = kind == "llama" and None not in self.windows
+        left_out = ["layer_types"]
+        if not has_window:
+            left_out.append("sliding_window")
+        if kind != "llama":
             left_out.append("mlp_bias")
-        if self.model_type == "qwen2":
+        if kind == "qwen2":
             left_out.append("attention_bias")
-        return self.as_hf(self.model_type, self.architectures[self.model_type], *left_out)
+        architecture = self.architectures[kind]
+        if is_mistral:
+            kind, architecture = "mistral", "MistralForCausalLM"
+        hf = self.as_hf(kind, architecture, *left_out)
+        if has_window and not is_mistral:
+            kinds = [FULL if size is None else SLIDING for size in self.windows]
+            hf |= {"use_sliding_window": True, "layer_types": kinds}
+        return hf

@@ -209,14 +209,14 @@ def delta_net(
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
         held = whole.layer(index if cache is not None else 0)
         old = held.window
-        offset = window.offset
+        offset = window.sees.offset
 
         def put(name, new):
             return write(old and getattr(old, name), new, offset)
 
         raw, z, rate, step = _project(layer, x_BTD, config)
         raw = put("raw", raw)
-        mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
+        mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.sees.inside)
         q, k, v = jnp.split(jax.nn.silu(mixed).astype(f32), (G * Z, 2 * G * Z), axis=-1)
         q, k = (_unit(x.reshape(B, T, G, Z)) for x in (q, k))
         v = constrain(v.reshape(B, T, N, H), "batch", None, "state_heads")
@@ -224,12 +224,12 @@ def delta_net(
         rate = jax.nn.sigmoid(rate.astype(f32))
         time = step.astype(f32) + layer["time_bias"].astype(f32)
         log_decay = -jnp.exp(layer["decay"].astype(f32)) * jax.nn.softplus(time)
-        if window.is_seen is None and isinstance(offset, int) and offset == 0:
+        if window.sees.inside is None and isinstance(offset, int) and offset == 0:
             u, y = _run_chain(held.ssm, k, v, rate, log_decay, q)
             inputs = Inputs(raw, put("u", u), put("b", k), put("log_decay", log_decay))
         else:
             width = raw.shape[1]
-            is_seen = window.is_seen
+            is_seen = window.sees.inside
             is_seen = latest_seen(width, T, offset) if is_seen is None else is_seen
 
             def cut(inputs):

@@ -10,35 +10,26 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Cache
 from spec_jax.errors import ConfigError
-from spec_jax.models.attention import attend, causal_attention
-from spec_jax.models.caches.kv import UNROLLED_ROWS
+from spec_jax.models.attention import causal_attention
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.cpu_layout import find, matmul
 from spec_jax.models.rope import rope_frequencies, rotate
-from spec_jax.sharding import constrain, gather_width, repeat_heads, shard_map_rows
+from spec_jax.models.sees import Sees
+from spec_jax.sharding import constrain, gather_width, repeat_heads
 
 
 class Window(NamedTuple):
-    """The positions of the tokens of one forward pass, and what each of them sees.
+    """The tokens of one forward pass: what each of them sees, and its rotary embedding.
 
     Attributes:
-      start: i32[B], the first slot of each row.
-      mask: bool[B,T,S], which slots of the cache each token sees; None if there are no slots.
+      sees: which positions each token sees.
       cos: f32[B,T,H/2], cosines of the rotary embedding, where H counts the rotated dimensions.
       sin: f32[B,T,H/2], its sines.
-      offset: number of tokens of the window that come before these.
-      is_seen: bool[B|1,T,W], which tokens of the window each token sees; None if each sees all
-        up to itself.
-      first: the first slot that any token sees, or i32[B,T] of each token.
     """
 
-    start: jax.Array
-    mask: jax.Array | None
+    sees: Sees
     cos: jax.Array
     sin: jax.Array
-    offset: int | jax.Array = 0
-    is_seen: jax.Array | None = None
-    first: int | jax.Array = 0
 
     @classmethod
     def after(
@@ -79,52 +70,22 @@ class Window(NamedTuple):
             )
         begins = getattr(cache, "begins", None) if begins is None else begins
         length = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
+        first = 0 if begins is None else begins
         start = length + window_offset
-        slots_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-        # a state has none, and no mask
-        mask = None
-        slots = None if cache is None else cache.slots
-        if slots is not None and window_mask is not None:
-            mask = _window_mask(window_mask, length, slots)
-        elif slots is not None:
-            mask = jnp.arange(slots, dtype=jnp.int32) <= slots_BT[:, :, None]
+        sees = Sees(start, num_tokens, window_offset, window_mask, first)
         if positions is None:
             seen = None if window_mask is None else window_mask.sum(axis=2, dtype=jnp.int32)
-            positions = slots_BT if seen is None else length[:, None] + seen - 1
+            positions = sees.positions if seen is None else length[:, None] + seen - 1
             positions = positions if begins is None else positions - begins
         freq, factor = rope_frequencies(config.rope, config.rotary_dim)
         angle = positions[:, :, None].astype(jnp.float32) * freq
         cos = jnp.cos(angle) * factor
         sin = jnp.sin(angle) * factor
-        first = 0 if begins is None else begins
-        return cls(start, mask, cos, sin, window_offset, window_mask, first)
+        return cls(sees, cos, sin)
 
-    @property
-    def begins(self) -> jax.Array | None:
-        """i32[B,T], where each token's document begins; None if there is one a sequence."""
-        return self.first if jnp.ndim(self.first) else None
-
-
-def _window_mask(window_mask, length, slots):
-    """bool[B,T,S]: the committed slots, and after them what ``window_mask`` says."""
-    B = length.shape[0]
-    _, T, W = window_mask.shape
-    window_mask = jnp.broadcast_to(window_mask, (B, T, W))
-    is_committed = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
-    mask = jnp.broadcast_to(is_committed, (B, T, slots))
-
-    def put(mask, window_mask, length):
-        if len(length) > UNROLLED_ROWS:
-
-            def one(mask, new, at):
-                return jax.lax.dynamic_update_slice(mask, new, (0, at))
-
-            return jax.vmap(one)(mask, window_mask, length)
-        for b in range(len(length)):  # as in the cache: a vmapped update is a scatter
-            mask = jax.lax.dynamic_update_slice(mask, window_mask[b : b + 1], (b, 0, length[b]))
-        return mask
-
-    return shard_map_rows(put)(mask, window_mask, length)
+    def within(self, size: int | None) -> Window:
+        """Returns the window of a layer whose tokens see the nearest ``size``, see ``Sees``."""
+        return self._replace(sees=self.sees.within(size))
 
 
 def check_one_document(window: Window) -> None:
@@ -133,7 +94,7 @@ def check_one_document(window: Window) -> None:
     Raises:
       ConfigError: It is not.
     """
-    if window.begins is not None:
+    if window.sees.begins is not None:
         raise ConfigError(
             "a layer with a recurrent state would carry it from one document into the next: "
             "windows of several documents, each by itself, need a model whose layers all attend"
@@ -209,7 +170,7 @@ def attention(
       x_BTC: dtype[B,T,C], where C is the input width of q, k and v.
       cache: is written, and attended over; None if the tokens are whole sequences.
       index: the layer's place in the cache.
-      window: positions and mask of the tokens.
+      window: what the tokens see, and their rotary embedding.
       config: the shape of the layer.
 
     Returns:
@@ -271,19 +232,17 @@ def attend_window(
       v_BGTH: dtype[B,G,T,H], values, of any width.
       cache: is written, and attended over; None if the tokens are whole sequences.
       index: the layer's place in the cache.
-      window: positions and mask of the tokens.
+      window: what the tokens see, and their rotary embedding.
       scale: multiplies the scores; by default 1/sqrt(H).
       kind: of whole sequences, see ``causal_attention``; a cache has its own.
 
     Returns:
       dtype[B,T,N*H], where H is the width of the values, and the cache with the window written.
     """
-    if cache is None and window.is_seen is not None:
-        return attend(q_BTNH, k_BGTH, v_BGTH, window.is_seen, scale=scale), None
     if cache is None:
-        options = dict(scale=scale, kind=kind, begins=window.begins)
-        return causal_attention(q_BTNH, k_BGTH, v_BGTH, **options), None
-    return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window, scale)
+        sees = window.sees
+        return causal_attention(q_BTNH, k_BGTH, v_BGTH, sees, scale=scale, kind=kind), None
+    return cache.attend(q_BTNH, k_BGTH, v_BGTH, index, window.sees, scale)
 
 
 def mlp(layer: dict[str, jax.Array], x_BTD: jax.Array, config: ModelConfig) -> jax.Array:

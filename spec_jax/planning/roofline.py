@@ -211,7 +211,7 @@ def memory(target: Any, draft: Any = None, setting: Setting = Setting()) -> Devi
         parts = kind.head.parts_of(draft) if kind.head else (None,)
         stacks += [Stack.of(draft, setting, is_draft=True, part=part) for part in parts]
     params = setting.itemsize * sum(stack.num_params for stack in stacks)
-    row = sum(stack.slot_bytes * setting.context + stack.fixed_bytes for stack in stacks)
+    row = sum(stack.slots_bytes(setting.context) + stack.fixed_bytes for stack in stacks)
     return DeviceMemory(params, setting.rows * row)
 
 

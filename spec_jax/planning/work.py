@@ -152,6 +152,8 @@ class Stack:
       num_reduced: how many products those are.
       slot_bytes: the cache's bytes for one slot of a row.
       fixed_bytes: the cache's bytes for a row that do not grow with its slots.
+      sliding_bytes: of ``slot_bytes``, those of layers with a sliding window.
+      most_slots: how many slots such layers have at most.
       queries: query heads per key-value head, times how many products take each number of a slot:
         one, or of latents both. Their second read is not counted: in blocks it is of the chip.
     """
@@ -169,6 +171,8 @@ class Stack:
     num_reduced: int = 0
     slot_bytes: float = 0.0
     fixed_bytes: float = 0.0
+    sliding_bytes: float = 0.0
+    most_slots: int = 0
     queries: float = 1.0
 
     @classmethod
@@ -193,6 +197,11 @@ class Stack:
         is_replicated = is_draft and setting.is_draft_replicated
         mesh = setting.abstract_mesh
         return _stack(config, mesh, is_replicated, setting.dtype, part, skipped_weights)
+
+    def slots_bytes(self, context: float) -> float:
+        """The cache's bytes of a row for a context of so many tokens, without ``fixed_bytes``."""
+        unseen = max(context - self.most_slots, 0)
+        return self.slot_bytes * context - self.sliding_bytes * unseen
 
     @property
     def num_params(self) -> int:
@@ -230,11 +239,11 @@ class Stack:
         logits = rows * scored * scorer.vocab
         maps = self.matrices + self.chosen * self.experts  # that a token is multiplied with
         flops = 2 * fed * maps + 2 * rows * scored * scorer.head
-        flops += 2 * fed * self.queries * self.slot_bytes / item * context
+        flops += 2 * fed * self.queries * self.slots_bytes(context) / item
         flops += 4 * fed * self.fixed_bytes / item  # a state is updated, then read out
         read = item * (self.matrices + self.vectors + fed * self.width)
         read += item * self.experts_read(fed)
-        read += rows * (self.slot_bytes * context + self.fixed_bytes)
+        read += rows * (self.slots_bytes(context) + self.fixed_bytes)
         read += item * scorer.head * (scored > 0) + _LOGIT_BYTES * logits
         written = fed * self.slot_bytes + rows * self.fixed_bytes + _LOGIT_BYTES * logits
         sent = 2 * (size - 1) / size * item * fed * self.reduced  # all-reduces around a ring
@@ -253,10 +262,10 @@ def _local(axes, shape, mesh, axis_rules: AxisRules, counts: Mapping[str, int]) 
 
 def _cache_bytes(
     config: Any, mesh: AbstractMesh, axis_rules: AxisRules, dtype: str
-) -> tuple[float, float]:
-    """The bytes of a row on one device: those of each slot, and those that do not grow."""
+) -> dict[str, float]:
+    """The fields of ``Stack`` with the bytes of a row on one device."""
     if config is None:  # a head without a cache
-        return 0.0, 0.0
+        return {}
 
     def size(slots: int) -> float:
         init = functools.partial(init_cache, config, mesh.shape["data"], slots, jnp.dtype(dtype))
@@ -270,8 +279,13 @@ def _cache_bytes(
         )
 
     one = size(1)
-    two = size(2)
-    return two - one, 2 * one - two
+    slot = size(2) - one
+    fields = {"slot_bytes": slot, "fixed_bytes": one - slot}
+    if getattr(config, "sliding_window", None) is None:
+        return fields
+    most = config.sliding_window + config.max_pass
+    sliding = slot - (size(most + 2) - size(most + 1))
+    return fields | {"sliding_bytes": sliding, "most_slots": most}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -313,7 +327,6 @@ def _stack(
     if head is None and not is_head:  # tied: the embedding is read whole to score
         head, embed = embed._replace(axes=embed.axes[::-1], shape=embed.shape[::-1]), None
     vocab = 0 if head is None else _local(head.axes[1:], head.shape[1:], mesh, axis_rules, counts)
-    slot, fixed = _cache_bytes(layer, mesh, axis_rules, dtype)
     heads, groups = (getattr(layer, f"num_{name}_heads", 1) for name in ("attention", "key_value"))
     uses = getattr(layer, "products_per_slot", 1)
 
@@ -332,7 +345,6 @@ def _stack(
         is_vocab_split=head is not None and vocab < head.shape[1],
         reduced=sum(summed),
         num_reduced=len(summed),
-        slot_bytes=slot,
-        fixed_bytes=fixed,
+        **_cache_bytes(layer, mesh, axis_rules, dtype),
         queries=uses * heads / (groups * kv_replication("kv_heads", groups, mesh, axis_rules)),
     )

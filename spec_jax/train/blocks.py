@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.models.attention import causal_attention, grouped, ungrouped
-from spec_jax.models.layers import Window
+from spec_jax.models.sees import Sees
 from spec_jax.train.chunks import cut_chunks, rows_at_once
 
 _SCORES = 1 << 26  # of attention in a layer for the blocks that are computed together, on a device
@@ -42,7 +42,6 @@ class KeptKeys:
     length: jax.Array  # i32[B], zeros: all rows begin at position 0
     layers: tuple[tuple[jax.Array, jax.Array], ...] = ()  # dtype[B,G,T,H] twice
     begins: jax.Array | None = None  # i32[B,T], where each token's document begins
-    slots = None
 
     def attend(
         self,
@@ -50,7 +49,7 @@ class KeptKeys:
         k_BGTH: jax.Array,
         v_BGTH: jax.Array,
         index: int,
-        window: Window,
+        sees: Sees,
         scale: float | None = None,
     ) -> tuple[jax.Array, KeptKeys]:
         """Computes the attention of the next layer, see ``layers.attend_window``.
@@ -60,11 +59,11 @@ class KeptKeys:
           k_BGTH: keys.
           v_BGTH: values.
           index: the layer's index in the cache.
-          window: positions and mask of the tokens.
+          sees: what the tokens see.
           scale: of the scores; None: one over the root of H.
         """
-        del index, window
-        out = causal_attention(q_BTNH, k_BGTH, v_BGTH, scale=scale, begins=self.begins)
+        del index
+        out = causal_attention(q_BTNH, k_BGTH, v_BGTH, sees, scale=scale)
         return out, self.replace(layers=(*self.layers, (k_BGTH, v_BGTH)))
 
 
@@ -79,7 +78,6 @@ class Blocks:
     anchors: jax.Array  # i32[B,A]
     config: Any = flax.struct.field(pytree_node=False)  # a BlockShape, or what has its fields
     origins: jax.Array | int = 0  # i32[B,A], where the anchors' documents begin
-    slots = None  # as of a state: what a row sees is no window of them
 
     @property
     def length(self) -> jax.Array:
@@ -99,7 +97,7 @@ class Blocks:
         k_BGTH: jax.Array,
         v_BGTH: jax.Array,
         index: int,
-        window: Window,
+        sees: Sees,
         scale: float | None = None,
     ) -> tuple[jax.Array, Blocks]:
         """Computes the attention of a layer, see ``layers.attend_window``.
@@ -109,10 +107,10 @@ class Blocks:
           k_BGTH: keys.
           v_BGTH: values.
           index: the layer's index in the cache.
-          window: positions and mask of the tokens.
+          sees: what the tokens see.
           scale: of the scores; None: one over the root of H.
         """
-        del window
+        del sees  # what a row sees depends on its block
         A = self.anchors.shape[1]
         S = self.config.block_size
         keys, values = self.context[index]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Head
 from spec_jax.models.attention import SUMS, causal_attention, causal_parts, grouped, ungrouped
+from spec_jax.models.sees import Sees
 
 
 @flax.struct.dataclass
@@ -31,7 +32,6 @@ class UnrolledCache:
     """
 
     length: jax.Array  # i32[B], zeros: all rows begin at position 0
-    slots: int = flax.struct.field(pytree_node=False)
     begins: jax.Array | None = None  # i32[B,T], where each row's document begins
     true: tuple[jax.Array, ...] = ()  # keys and values of step 0, dtype[B,G,T,H]
     later: tuple[jax.Array, ...] = ()  # of steps 1.., dtype[K-1,B,G,T,H]
@@ -43,7 +43,7 @@ class UnrolledCache:
             return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in self.true)
 
         length = jnp.zeros(self.length.shape, jnp.int32)
-        return UnrolledCache(length, self.slots, self.begins, empty(), empty(num_steps - 1))
+        return UnrolledCache(length, self.begins, empty(), empty(num_steps - 1))
 
     def attend(
         self,
@@ -51,34 +51,37 @@ class UnrolledCache:
         k_BGTH: jax.Array,
         v_BGTH: jax.Array,
         index: Any,
-        window: Any,
+        sees: Sees,
         scale: float | None = None,
     ) -> tuple[jax.Array, UnrolledCache]:
         """Computes the attention of one step's rows, see ``layers.attend_window``."""
         del index  # there is one layer
-        step = window.offset
+        step = sees.offset
         new = (k_BGTH, v_BGTH)
         if not self.true:
-            out = causal_attention(q_BTNH, *new, scale=scale, begins=self.begins)
+            out = causal_attention(q_BTNH, *new, sees, scale=scale)
             return out, self.replace(true=new)
         true = tuple(jnp.where(step == 0, x, old) for x, old in zip(new, self.true))
 
         # At step 0 a place is written that the mask hides until its own step writes it.
         later = tuple(old.at[jnp.maximum(step - 1, 0)].set(x) for x, old in zip(new, self.later))
-        out = _attend_unrolled(q_BTNH, true, later, step, scale, self.begins)
+        out = _attend_unrolled(q_BTNH, true, later, step, sees, scale)
         return out.astype(v_BGTH.dtype), self.replace(true=true, later=later)
 
 
-def _attend_unrolled(q_BTNH, true, later, step, scale, begins):
+def _attend_unrolled(q_BTNH, true, later, step, sees, scale):
     """One softmax over the rows of step 0 up to each row, and its own row of later steps."""
     k, v = true
     own_k, own_v = later
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     q = grouped(q_BTNH, k.shape[1])
-    highest, total, out = causal_parts(q, k, v, scale=scale, begins=begins)
+    highest, total, out = causal_parts(q, k, v, sees, scale=scale)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     own = product("bgrth,jbgth->jbgrt", q, own_k) * scale
-    is_before = jnp.arange(len(own)) < step
+    before = jnp.arange(len(own)) - step
+    is_before = before < 0
+    if sees.size is not None:
+        is_before &= before >= -sees.size
     own = jnp.where(is_before[:, None, None, None, None], own, -1e30)
     high = jnp.maximum(highest, jax.lax.stop_gradient(own).max(axis=0))
     kept = jnp.exp(highest - high)
@@ -154,7 +157,7 @@ def unroll(
     padded = shifted(tokens, 0, T + num_steps)
     begins = None if begins is None else begins[:, :T]
     joined = head.join(params, features[:, :T])
-    start = joined, UnrolledCache(jnp.zeros((B,), jnp.int32), T, begins)
+    start = joined, UnrolledCache(jnp.zeros((B,), jnp.int32), begins)
     if num_steps == 1:
         return run(start, 0)[1][None]
     (_, cache), _ = jax.eval_shape(lambda: run(start, 0))

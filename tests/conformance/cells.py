@@ -33,6 +33,7 @@ LAYERS = {
     )
     for name, layer in mtp_modules.KINDS.items()
 }
+SLIDING_LAYER = dataclasses.replace(tiny_models.MISTRAL, num_hidden_layers=1)
 LOOP = ("linear_attention", "full_attention") * 2
 FAMILIES = {
     "llama in a loop": dataclasses.replace(LLAMA, scan_layers=True),
@@ -43,6 +44,8 @@ FAMILIES = {
     "glm4": tiny_models.GLM4_MOE,
     "qwen3 of experts": tiny_models.QWEN3_MOE,
     "qwen3 next": tiny_models.QWEN3_NEXT_TARGET,
+    "windows": tiny_models.MIXED_WINDOWS,
+    "windows in a loop": dataclasses.replace(tiny_models.MIXED_WINDOWS, scan_layers=True),
     "qwen3.5 in a loop": dataclasses.replace(
         tiny_models.QWEN35_MOE, num_hidden_layers=4, layer_types=LOOP, scan_layers=True
     ),
@@ -104,6 +107,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         name: lambda way=way: headed(way.new(LLAMA))
         for name, (_, way) in registry.objectives().items()
     },
+    "eagle3 with a window": lambda: headed(EagleConfig.of_target(LLAMA, 3, layer=SLIDING_LAYER)),
     "eagle3 of few ids": lambda: headed(EagleConfig.of_target(LLAMA, 3, 20)),
     "mtp in turn": lambda: headed(MtpConfig.of_target(LLAMA, protocol="sequential", num_modules=K)),
     **{

@@ -15,18 +15,19 @@ from spec_jax.testing.conformance import check_conformance
 
 BLOCKS = ("peagle", "dflash", "dflash2", "dspark", "treeflash")
 FAMILIES = [name for name in cells.SUBJECTS if name.startswith("on ")]
-HYBRIDS = ("on qwen3.5", "on deepseek", "on qwen3.5 in a loop")
-TREES = ("standalone", "eagle1", "eagle3", "eagle3 of few ids", "mtp", "gate", *BLOCKS)
+HYBRIDS = ("on qwen3.5", "on deepseek", "on windows", "on qwen3.5 in a loop")
+SLIDING = ("on windows", "on windows in a loop", "eagle3 with a window")
+TREES = ("standalone", "eagle1", "eagle3", "eagle3 of few ids", "mtp", "gate", *SLIDING, *BLOCKS)
 KINDS = [name for name in cells.SUBJECTS if name not in FAMILIES and "mtp of" not in name]
 CHAINS = [f"{name}-chain-match" for name in cells.SUBJECTS]
-VARIANTS = ("eagle1", "eagle3 of few ids")
+VARIANTS = ("eagle1", "eagle3 of few ids", "eagle3 with a window")
 BY_KIND = CHAINS + [f"{name}-{shape}-match" for name in TREES for shape in ("static", "dynamic")]
 BY_RULE = [
     *(f"eagle3-chain-{rule}" for rule in ("greedy", "residual", "block", "logit-comparison")),
     *(f"suffix-chain-{rule}" for rule in ("greedy", "residual", "block", "typical-acceptance")),
     *(f"standalone-static-{rule}" for rule in ("greedy", "residual", "traversal")),
     *(f"mtp-dynamic-{rule}" for rule in ("greedy", "residual", "traversal")),
-    *(f"{name}-static-match" for name in HYBRIDS),
+    *(f"{name}-static-match" for name in HYBRIDS if name not in SLIDING),
 ]
 REPRESENTATIVES = (
     *(f"{name}-chain-match" for name in KINDS if name not in VARIANTS),

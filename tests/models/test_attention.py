@@ -16,7 +16,7 @@ from spec_jax.drafters.loaded import head_of
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.loading import LoadedModel, load_draft, load_model
 from spec_jax.models import attention, transformer
-from spec_jax.models.layers import Window
+from spec_jax.models.sees import Sees
 
 S, N, G, H = attention.MIN_SLOTS + 88, 4, 2, 4  # slots that prefixes do not divide
 SIZE = -(-S // attention.NUM_PARTS)
@@ -97,7 +97,7 @@ def test_a_long_cache_has_short_prefixes():
         np.testing.assert_allclose(out, over_all(q, k, v, mask), atol=1e-5)
 
 
-WINDOWS = [
+CHOICES = [
     (5, S, "cpu", len(attention.PREFIXES) + 1),
     (5, 16384, "cpu", len(attention.PREFIXES) + 4),
     (1, S, "cpu", len(attention.PREFIXES) + 1),
@@ -107,7 +107,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("T, slots, platform, num_prefixes", WINDOWS)
+@pytest.mark.parametrize("T, slots, platform, num_prefixes", CHOICES)
 def test_there_is_a_choice_of_prefixes_on_a_cpu_alone(T, slots, platform, num_prefixes):
     mask = np.ones((1, T, slots), bool)
     traced = jax.jit(attention.attend_prefix).trace(*inputs(mask), mask)
@@ -118,42 +118,61 @@ def test_there_is_a_choice_of_prefixes_on_a_cpu_alone(T, slots, platform, num_pr
 BLOCK, SLOTS = 8, 37  # the last block overlaps the one before it
 STARTS = jnp.array([3, 20, 9])  # of three rows, whose window has four tokens
 PATHS = np.tril(np.ones((1, 4, 4), bool)) & ~np.eye(4, k=-2, dtype=bool)  # no grandparents
-WINDOWS_OF_BLOCKS = {
-    "chain": Window(STARTS, None, None, None),
-    "to the end": Window(jnp.array([3, 33, 9]), None, None, None),
-    "from slot 2 on": Window(STARTS, None, None, None, first=2),
-    "tree": Window(STARTS, None, None, None, is_seen=PATHS),
-    "tree's next level": Window(
-        STARTS, None, None, None, 3, np.concatenate([np.ones((3, 4, 3), bool), PATHS[[0] * 3]], 2)
-    ),
+NEXT_LEVEL = np.concatenate([np.ones((3, 4, 3), bool), PATHS[[0] * 3]], axis=2)
+MANY = np.tril(np.ones((1, 4, 37), bool), 33) & (np.arange(37) % 3 != 1)
+MANY |= np.eye(4, 37, 33, dtype=bool)  # each sees itself
+WINDOWS = {
+    "chain": Sees(STARTS, 4),
+    "to the end": Sees(jnp.array([3, 33, 9]), 4),
+    "from slot 2 on": Sees(STARTS, 4, first=2),
+    "documents": Sees(STARTS, 4, first=np.array([[2, 2, 5, 5], [0, 0, 0, 0], [9, 10, 11, 11]])),
+    "tree": Sees(STARTS, 4, inside=PATHS),
+    "tree's next level": Sees(STARTS, 4, 3, NEXT_LEVEL),
+    "more nodes than a number has bits": Sees(jnp.full(3, 33), 4, 33, MANY),
+    "chain that slides": Sees(STARTS, 4, size=3),
+    "tree that slides": Sees(STARTS, 4, 3, NEXT_LEVEL, size=3),
 }
 
 
-def mask_of(window):
-    """bool[3,4,SLOTS], what each token of a window sees, one by one."""
+def mask_of(sees):
+    """bool[3,4,SLOTS], what each token sees, one by one."""
     mask = np.zeros((3, 4, SLOTS), bool)
-    for b, t, s in np.ndindex(mask.shape):
-        place = s - int(window.start[b])  # after the first of the four tokens
-        if window.is_seen is None:
-            mask[b, t, s] = window.first <= s and place <= t
+    for b, t in np.ndindex(mask.shape[:2]):
+        begin = int(sees.start[b]) - sees.offset
+        if sees.inside is None:
+            seen = [*range(begin + sees.offset + t + 1)]
         else:
-            place += window.offset
-            is_seen = window.is_seen[b % len(window.is_seen), t]
-            mask[b, t, s] = place < 0 or (place < len(is_seen) and is_seen[place])
+            nodes = np.flatnonzero(np.asarray(sees.inside)[b % len(sees.inside), t])
+            seen = [*range(begin), *(begin + nodes)]
+        first = np.broadcast_to(sees.first, (3, 4))[b, t]
+        seen = [s for s in seen if s >= first]
+        mask[b, t, seen if sees.size is None else seen[-sees.size :]] = True
     return mask
 
 
-@pytest.mark.parametrize("name", WINDOWS_OF_BLOCKS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_each_token_sees_what_it_is_said_to(name):
+    """At positions in any order, and in any row's order."""
+    expected = mask_of(WINDOWS[name])
+    assert expected.any(axis=2).all()
+    np.testing.assert_array_equal(WINDOWS[name](jnp.arange(SLOTS)), expected)
+    order = np.stack([np.roll(np.arange(SLOTS), b) for b in (3, 11, 0)])
+    taken = np.take_along_axis(expected, order[:, None], axis=2)
+    np.testing.assert_array_equal(WINDOWS[name](jnp.asarray(order)), taken)
+    assert not WINDOWS[name](jnp.full((1,), -1)).any() or WINDOWS[name].size is None
+
+
+@pytest.mark.parametrize("name", WINDOWS)
 def test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen(name):
     """In every shape of a cache; and the block after the longest row is not read."""
-    window = WINDOWS_OF_BLOCKS[name]
+    sees = WINDOWS[name]
     draw = np.random.RandomState(0).standard_normal
     q, k = (draw(shape).astype(np.float32) for shape in ((3, 4, N, H), (3, G, SLOTS, H)))
     v = draw((3, G, SLOTS, 3)).astype(np.float32)
-    expected = attention.attend(q, k, v, mask_of(window))
-    end = -(-(int(window.start.max()) + 4) // BLOCK) * BLOCK
+    expected = attention.attend(q, k, v, mask_of(sees))
+    end = -(-int(sees.end.max()) // BLOCK) * BLOCK
     k[:, :, end:], v[:, :, end:] = np.nan, np.nan
-    run = jax.jit(lambda k, v: attention.attend_filled(q, k, v, 1, window, block=BLOCK))
+    run = jax.jit(lambda k, v: attention.attend_filled(q, k, v, 1, sees, block=BLOCK))
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     stacked = lambda x: np.stack([np.full_like(x, np.nan), x])
     for shape in (np.asarray, flat, stacked):
@@ -177,8 +196,11 @@ def test_many_slots_are_read_in_blocks_off_a_cpu(platform):
     assert (loops(attention.MIN_BLOCKED - 1), loops(64, "xla")) == (0, layers)
 
 
-@pytest.mark.parametrize("starts", [None, [0, 7, 90, 128]], ids=["one document", "four"])
-def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, monkeypatch):
+DOCUMENTS = {"one": (None, None), "four": ([0, 7, 90, 128], None), "sliding": ([0, 7, 90], 40)}
+
+
+@pytest.mark.parametrize("starts, size", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, size, monkeypatch):
     """In the interpreter: outputs and gradients, with tokens that blocks do not divide."""
     monkeypatch.setattr(attention, "SPLASH_BLOCK", 128)
     draw, T = np.random.RandomState(0).standard_normal, 130
@@ -192,12 +214,13 @@ def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, monkeypatch):
 
         return jax.jit(jax.grad(weighted, (0, 1, 2), has_aux=True))(*given)
 
-    mask, options = np.tril(np.ones((1, T, T), bool)), {}
+    first = 0
     if starts is not None:
         number = np.searchsorted(starts, np.arange(T), "right") - 1
-        mask &= number == number[:, None]
-        options = {"begins": jnp.asarray(starts, jnp.int32)[number][None]}
-    by_splash = functools.partial(attention.by_splash, is_interpreted=True, **options)
+        first = jnp.asarray(starts, jnp.int32)[number][None]
+    sees = Sees(jnp.zeros(1, jnp.int32), T, first=first, size=size)
+    mask = sees(jnp.arange(T))
+    by_splash = functools.partial(attention.by_splash, sees=sees, is_interpreted=True)
     kernel = outputs_and_gradients(by_splash)
     whole = outputs_and_gradients(lambda q, k, v: attention.attend(q, k, v, mask))
     for one, other in zip(jax.tree.leaves(kernel), jax.tree.leaves(whole)):
@@ -210,7 +233,10 @@ def test_a_tpus_kernel_attends_as_all_scores_at_once_do(starts, monkeypatch):
 def test_long_sequences_are_attended_over_by_a_kernel_on_a_tpu_alone(platform, kind, count):
     T = attention.MIN_SPLASH
     q, k = (jax.ShapeDtypeStruct(x, "bfloat16") for x in ((1, T, 4, 128), (1, 2, T, 128)))
-    traced = jax.jit(functools.partial(attention.causal_attention, kind=kind)).trace(q, k, k)
+    sees = Sees(jnp.zeros(1, jnp.int32), T)
+    traced = jax.jit(functools.partial(attention.causal_attention, kind=kind, sees=sees)).trace(
+        q, k, k
+    )
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("tpu_custom_call") == count
 

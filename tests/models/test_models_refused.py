@@ -30,6 +30,8 @@ from spec_jax.models.config import RopeConfig
 from spec_jax.rules import GREEDY
 
 FP8 = {"quant_method": "fp8"}
+LATE = dict(use_sliding_window=True, max_window_layers=1, sliding_window=8)
+SHORT = dict(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"])
 CONFIGS = {
     LLAMA: [
         (dict(model_type="rwkv"), "rwkv"),
@@ -37,13 +39,14 @@ CONFIGS = {
         (dict(num_key_value_heads=3), "num_key_value_heads 3"),
         (dict(head_dim=5), "head_dim 5"),
         (dict(head_dim=None, num_attention_heads=3, num_key_value_heads=3), "hidden_size 16"),
-        (dict(use_sliding_window=True), "use_sliding_window"),
-        (dict(use_sliding_window=True, max_window_layers=1), "use_sliding_window"),
-        (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+        (LATE, "layers of model_type 'llama' with a sliding window are not supported"),
+        (LATE | dict(model_type="qwen2", sliding_window=None), "sliding_window is None; expected"),
+        (LATE | dict(model_type="qwen2", max_window_layers="1"), "max_window_layers is '1'"),
+        (dict(model_type="qwen2", layer_types=["sliding_attention"] * 2), "sliding_window is not"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "'llama' with a sliding"),
         (dict(layer_types=["linear_attention"], sliding_window=1 << 20), "linear_attention"),
-        (dict(model_type="mistral"), "absent, which means 4096.*null"),
-        (dict(model_type="mistral", sliding_window=512), "window is 512.*max_position_embeddings"),
-        (dict(model_type="mistral", sliding_window=0), r"attention \(sliding_window null\)$"),
+        (dict(model_type="mistral", sliding_window=0), "sliding_window is 0; expected a positive"),
+        (dict(model_type="qwen3", **SHORT), "layer_types is .*sliding_attention for 2 layers"),
         (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
         (dict(rope_parameters=dict(rope_type="longrope", long_factor=[1])), "long_factor"),
         (dict(rope_parameters=dict(rope_type="linear")), "needs a factor"),

@@ -94,15 +94,31 @@ def test_a_tpus_kernel_writes_what_a_loop_over_the_rows_does(num_tokens, dtype, 
         np.testing.assert_array_equal(written, expected)
 
 
+@pytest.mark.parametrize("is_rolling", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3, 2, 16, 4), (3, 2, 16, 4), (6, 16, 4)])
-def test_one_scatter_writes_what_a_loop_over_the_rows_does(shape):
+def test_one_scatter_writes_what_a_loop_over_the_rows_does(shape, is_rolling):
     start, layer = jnp.array([2, 13, 0]), jnp.int32(len(shape) == 5)
     draw = np.random.default_rng(0).normal
     old, new = (jnp.asarray(draw(size=(*shape[:-2], n, 4))) for n in (16, 3))
     new = new[:1] if layer else new
-    by_row, at_once = (put(old, new, start, layer) for put in (kv._put_by_row, kv._put_at_once))
+    options = dict(update=kv._roll_in) if is_rolling else {}
+    both = (kv._put_by_row, kv._put_at_once)
+    by_row, at_once = (put(old, new, start, layer, **options) for put in both)
     np.testing.assert_array_equal(at_once, by_row)
     assert (by_row != old).any()
+
+
+def test_a_rolling_write_goes_on_at_the_first_slot():
+    """From every slot, each row from another, and nothing else is written."""
+    draw = np.random.default_rng(0).normal
+    old, new = (draw(size=(2, 1, n, 3)).astype(np.float32) for n in (7, 5))
+    put = jax.jit(functools.partial(put_rows, is_rolling=True))
+    for begin in range(20):
+        start = np.array([begin, 2 * begin + 1])
+        expected = old.copy()
+        for row, at in enumerate(start):
+            expected[row, :, (at + np.arange(5)) % 7] = new[row].swapaxes(0, 1)
+        np.testing.assert_array_equal(put(old, new, jnp.asarray(start)), expected)
 
 
 @pytest.mark.parametrize("platform, batch", [("cpu", 40), ("cuda", 40), ("tpu", 8), ("tpu", 40)])

@@ -35,6 +35,9 @@ PART = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 DELTA = dict(num_hidden_layers=4, num_key_value_heads=2, head_dim=8, rope_parameters=PART)
 DELTA |= dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=5)
 DELTA |= dict(linear_value_head_dim=7)
+LATE = dict(num_hidden_layers=2, num_key_value_heads=2, use_sliding_window=True)
+LATE |= dict(sliding_window=9)
+MIXED = ["sliding_attention", "full_attention"]
 EXPERTS = dict(num_experts=7, num_experts_per_tok=2, moe_intermediate_size=8)
 DELTA_EXPERTS = dict(DELTA, num_hidden_layers=2, shared_expert_intermediate_size=12, **EXPERTS)
 DELTA_EXPERTS |= dict(layer_types=["linear_attention", "full_attention"])
@@ -53,6 +56,9 @@ MODELS = {
     "qwen2, linear": ("Qwen2", dict(ONE_LAYER, rope_parameters=LINEAR)),
     "qwen3": ("Qwen3", dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=6)),
     "qwen3, yarn": ("Qwen3", dict(ONE_LAYER, head_dim=8, rope_parameters=YARN)),
+    "mistral": ("Mistral", dict(num_hidden_layers=2, num_key_value_heads=2, sliding_window=9)),
+    "qwen2, a late window": ("Qwen2", dict(LATE, max_window_layers=1)),
+    "qwen3, mixed windows": ("Qwen3", dict(LATE, head_dim=6, layer_types=MIXED)),
     "qwen3.5": ("Qwen3_5", DELTA),
     "qwen3.5, experts": ("Qwen3_5Moe", DELTA_EXPERTS),
     "qwen3-next": ("Qwen3Next", DELTA_EXPERTS),

@@ -49,7 +49,7 @@ def block_drafter(config, target):
         window = Window.after(layer, cache, *states.shape[:2])
         for i, name in enumerate(names):
             new = keys_values(head["layers"][name], states, window, layer)
-            cache = cache.write(i, *new, window.start)
+            cache = cache.write(i, *new, window.sees.start)
         return cache.commit(n)
 
     def propose(params, cache, context, num_draft):

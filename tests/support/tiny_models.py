@@ -106,6 +106,16 @@ GLM4_MOE = Glm4MoeConfig(
     attention_bias=True,
 )
 SPARSE_FAMILIES = (QWEN35_MOE, QWEN3_MOE, QWEN3_NEXT_TARGET, DEEPSEEK_TARGET, GLM4_MOE)
+# With sliding windows in all layers, from the second on, and in every other one.
+_WINDOW = dict(sliding_window=9, max_pass=12)
+MISTRAL = dataclasses.replace(LLAMA, **_WINDOW)
+LATE_WINDOW = dataclasses.replace(
+    QWEN2, layer_types=("full_attention", "sliding_attention"), **_WINDOW
+)
+MIXED_WINDOWS = dataclasses.replace(
+    QWEN3, num_hidden_layers=4, layer_types=("sliding_attention", "full_attention") * 2, **_WINDOW
+)
+WINDOWED = {"mistral": MISTRAL, "qwen2": LATE_WINDOW, "qwen3": MIXED_WINDOWS}
 FAMILIES = (LLAMA, QWEN2, QWEN3)
 STATE_FAMILIES = (MAMBA2, BAMBA, QWEN35)
 

@@ -93,7 +93,7 @@ def test_positions_begin_anew_with_each_document():
     begins = batches()[0].begins
     alone = Window.after(CONFIG, None, 1, W + 3)
     for step in (0, 3):
-        cache = UnrolledCache(jnp.zeros((2,), jnp.int32), W, jnp.asarray(begins))
+        cache = UnrolledCache(jnp.zeros((2,), jnp.int32), jnp.asarray(begins))
         window = Window.after(CONFIG, cache, 2, W, step)
         at = np.arange(W) - begins + step
         np.testing.assert_array_equal(window.sin, np.asarray(alone.sin)[0, at])

@@ -15,7 +15,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.loading import random_head
 from spec_jax.models import transformer
 from spec_jax.models.attention import block_size
-from spec_jax.models.layers import Window
+from spec_jax.models.sees import Sees
 from spec_jax.train import chunks, losses
 from spec_jax.train.objective import Batch, Objective, View, target_view
 from spec_jax.train.unroll import UnrolledCache, unroll
@@ -146,7 +146,8 @@ def test_a_step_of_the_unrolling_stores_products_and_no_elementwise_values(is_re
     assert [s for s in shapes if len(s) == 7] == [(K, 1, 1, *heads, 64, CONFIG.head_dim)]
 
 
-def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
+@pytest.mark.parametrize("size", [None, 2])
+def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts(size):
     """Values and gradients, against one explicit mask over the keys of all steps."""
     steps, B, T, G, H = 3, 1, 70, 2, 4
     assert block_size(T) < T
@@ -155,9 +156,9 @@ def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
     is_causal, is_own = np.tril(np.ones((T, T), bool)), np.eye(T, dtype=bool)
 
     def unrolled(q, k, v):
-        window = lambda step: Window(None, None, None, None, offset=jnp.asarray(step))
-        attend = lambda cache, step: cache.attend(q[step], k[step], v[step], 0, window(step))
-        alone, cache = attend(UnrolledCache(jnp.zeros((B,), jnp.int32), T), 0)
+        sees = lambda step: Sees(jnp.full((B,), step), T, jnp.asarray(step), size=size)
+        attend = lambda cache, step: cache.attend(q[step], k[step], v[step], 0, sees(step))
+        alone, cache = attend(UnrolledCache(jnp.zeros((B,), jnp.int32)), 0)
         cache, outs = cache.of_steps(steps), []
         for step in range(steps):
             out, cache = attend(cache, step)
@@ -170,6 +171,10 @@ def test_rows_of_several_blocks_see_earlier_true_rows_and_their_own_drafts():
             keys, values = (jnp.concatenate(x[: step + 1], axis=2).repeat(2, 1) for x in (k, v))
             scores = jnp.einsum("btnh,bnsh->bnts", q[step], keys) / H**0.5
             mask = np.concatenate([is_causal, *[is_own] * step], axis=1)
+            if size is not None:  # of positions, which a later step shifts
+                position = np.arange(T)
+                keys_at = np.concatenate([position + i for i in range(step + 1)])
+                mask &= keys_at > position[:, None] + step - size
             weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
             outs.append(jnp.einsum("bnts,bnsh->btnh", weights, values).reshape(B, T, -1))
         return jnp.stack([outs[0], *outs])  # of a lone step too

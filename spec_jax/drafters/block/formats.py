@@ -43,7 +43,7 @@ from spec_jax.models.checks import (
     stated_flag,
     stated_object,
 )
-from spec_jax.models.config import ModelConfig
+from spec_jax.models.config import NO_WINDOWS, ModelConfig
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.specs import ParamSpec
 
@@ -285,8 +285,7 @@ class BlockFormats(HeadFormats):
         is_right = reading.cls is not DFlashConfig or rank in (None, 0)
         require(is_right, f"markov_rank is {shown(rank)}, {message}")
         # Windows are read by ``_windows``, and the output head is the target's.
-        seen_apart = {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
-        hf = {**layer, **seen_apart, "tie_word_embeddings": False}
+        hf = {**layer, **NO_WINDOWS, "tie_word_embeddings": False}
         return {"layer": ModelConfig.from_hf(hf)}
 
     def sizes(self, config: BlockConfig, spec: ParamSpec) -> dict[str, int]:

@@ -147,7 +147,7 @@ def inject(
         window = Window.after(config.layer, cache, *states.shape[:2])
         for i in range(config.layer.num_hidden_layers):
             new = keys_values(head["layers"][str(i)], states, window, config.layer)
-            cache = cache.write(i, *new, window.start)
+            cache = cache.write(i, *new, window.sees.start)
         return cache.commit(n)
 
 
@@ -188,9 +188,7 @@ def _windows(config, cache, B, T) -> dict[tuple[int | None, bool], Window]:
         seen = None if is_causal else (ahead < (size or T))[None]
         window = Window.after(config.layer, cache, B, T, positions=at, window_mask=seen)
         if size is not None:
-            first = at - size + 1
-            is_near = jnp.arange(cache.slots) >= first[:, :, None]
-            window = window._replace(mask=window.mask & is_near, first=first)
+            window = window._replace(sees=window.sees.replace(first=at - size + 1))
         windows[size, is_causal] = window
     return windows
 

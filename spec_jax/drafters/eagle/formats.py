@@ -11,6 +11,7 @@ Source: the loaders of SafeAILab/EAGLE, SpecForge, SGLang, vLLM and vllm-project
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -32,7 +33,7 @@ from spec_jax.drafters.formats import (
 )
 from spec_jax.errors import WeightsError
 from spec_jax.models.checks import check, is_integer, require, shown, stated_flag, stated_object
-from spec_jax.models.config import ModelConfig, check_sees_all
+from spec_jax.models.config import NO_WINDOWS, ModelConfig, windows_of
 from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.params import Params
 from spec_jax.models.parts import Tensor
@@ -223,7 +224,7 @@ class EagleFormats(HeadFormats):
         key = "hidden_size" if width is None else "target_hidden_size"
         width = layer.get("hidden_size") if width is None else width
         reading.check_target("width", key, width, target.hidden_size)
-        check_sees_all(layer, is_head=True)
+        windows = windows_of(layer, is_head=True)
         size = reading.stated("draft_vocab_size")
         if reading.format != EAGLE_1 and size is not None:
             check(is_integer(size, 1), "draft_vocab_size", size, "a positive integer")
@@ -246,7 +247,8 @@ class EagleFormats(HeadFormats):
         if all(stated.get("rope_theta") is None for stated in (layer, *ropes)):
             note = "config.json has no rope_theta; 10000 is assumed, whatever the target's is."
             reading.notes.append(note)
-        layer = ModelConfig.from_hf({**layer, "tie_word_embeddings": False})
+        others = NO_WINDOWS | {"tie_word_embeddings": False}
+        layer = dataclasses.replace(ModelConfig.from_hf(layer | others), **windows)
         return {"layer": layer, "version": 1 if reading.format == EAGLE_1 else 3}
 
     def source(self, reading: Reading) -> Any:

@@ -22,6 +22,7 @@ from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.shape import HeadShape
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.errors import ConfigError
+from spec_jax.models import families
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.models.checks import check, is_integer, require
 from spec_jax.models.config import ModelConfig
@@ -85,6 +86,8 @@ class EagleConfig(HeadShape):
         self.check_shape()
         is_deep = self.num_layers == 1 or self.is_parallel
         require(is_deep, f"the head has {self.num_layers} layers; expected 1")
+        windows = self.layer.windows
+        require(len(set(windows)) == 1, f"windows are {windows}; expected one for all layers")
         is_old = self.version == 1
         options = (self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output)
         require(not (is_old and any(options)), "norms are options of version 3")
@@ -142,6 +145,7 @@ class EagleConfig(HeadShape):
         usual = (2, L // 2, L - 3) if L >= 7 else sorted({round(L * i / 6) for i in (1, 3, 5)})
         U = V if draft_vocab_size is None else draft_vocab_size
         size = {"num_hidden_layers": num_layers, "vocab_size": U, "tie_word_embeddings": False}
+        size |= {"sliding_window": None, "layer_types": ()}
         if type(target) is not ModelConfig:  # a family whose config inherits: the head's is Llama's
             sizes = {f.name: getattr(target, f.name) for f in dataclasses.fields(ModelConfig)}
             target = ModelConfig(**sizes | {"model_type": "llama"})
@@ -319,18 +323,19 @@ def forward(
     window = Window.after(
         layer, cache, *tokens.shape, window_offset, positions, window_mask=window_mask
     )
+    windows = [window.within(size) for size in layer.windows]
     if config.version == 1:
         both = constrain(jnp.concatenate([e, state], axis=-1), "batch")  # its halves split alike
         x = constrain(linear(both, head, "fc"), "batch")
-        h, cache = attention(head, x, cache, 0, window, layer)
+        h, cache = attention(head, x, cache, 0, windows[0], layer)
         return constrain(mlp(head, x + h, layer), "batch"), cache
     normed = rms_norm(state, head["hidden_norm"], eps)
     both = jnp.concatenate([rms_norm(e, head["embed_norm"], eps), normed], axis=-1)
-    h, cache = attention(head, both, cache, 0, window, layer)
+    h, cache = attention(head, both, cache, 0, windows[0], layer)
     x = normed if config.norm_before_residual else state
     x = constrain(mlp(head, x + h, layer), "batch")
     for i in range(1, layer.num_hidden_layers):
-        x, cache = decoder_layer(head["layers"][str(i)], x, cache, i, window, layer)
+        x, cache = decoder_layer(head["layers"][str(i)], x, cache, i, windows[i], layer)
     return x, cache
 
 
@@ -380,7 +385,7 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
     """Returns the functions of a head, for the target's ``Model`` with the head's taps."""
 
     def init_cache(params, batch, slots):
-        return KVCache.create(config.layer, batch, slots, params["head"]["fc"].dtype)
+        return families.init_cache(config.layer, batch, slots, params["head"]["fc"].dtype)
 
     def feed(params, state, tokens, cache, window_offset, window_mask):
         embed = params["head" if config.own_embed else "target"]["embed"]

@@ -235,7 +235,7 @@ def states_at(
     first = slots(x, jnp.maximum(anchors - 1, 0), 0, 1)
     if S == 0:
         return first
-    shape = BlockShape(S, (None,) * M, (True,) * M)
+    shape = BlockShape(S, config.layer.windows, (True,) * M)
     blocks = Blocks(context, anchors, shape, origins(begins, anchors))
 
     def run(head, embed, blocks):

@@ -25,7 +25,7 @@ from spec_jax.drafters.formats import End, Field, Format, HeadFormats, Reading
 from spec_jax.drafters.mtp.model import MtpConfig
 from spec_jax.errors import WeightsError
 from spec_jax.models.checks import check, is_integer, naming, require, shown
-from spec_jax.models.config import check_sees_all, text_part
+from spec_jax.models.config import NO_WINDOWS, ModelConfig, text_part, windows_of
 from spec_jax.models.families import AnyConfig, family_of, family_of_type, module_layer
 from spec_jax.models.float8 import block_of, dequantised
 from spec_jax.models.loaded import LoadedModel
@@ -196,8 +196,15 @@ class MtpFormats(HeadFormats):
         kinds = reading.hf.get("layer_types")  # of the target's layers; a module's attends
         if isinstance(kinds, list):
             kinds = [kind for kind in kinds if kind != "linear_attention"]
-        check_sees_all({**reading.hf, "layer_types": kinds}, is_head=True)
-        return {"layer": module_layer(family.config.from_hf(reading.hf))}
+        windows = windows_of({**reading.hf, "layer_types": kinds}, is_head=True)
+        if windows["sliding_window"] is None:
+            return {"layer": module_layer(family.config.from_hf(reading.hf))}
+        message = f"sliding_window is {shown(windows['sliding_window'])}, which is not supported"
+        layers = set(windows["layer_types"])
+        require(issubclass(family.config, ModelConfig) and len(layers) == 1, message)
+        layer = module_layer(family.config.from_hf(reading.hf | NO_WINDOWS))
+        windows["layer_types"] = tuple(layers)
+        return {"layer": dataclasses.replace(layer, **windows)}
 
     def source(self, reading: Reading) -> Mapping[str, Tensor]:
         numbers = _numbers(reading)

@@ -201,8 +201,7 @@ def forward(
     masks = dict(window_mask=window_mask, begins=begins)
     window = Window.after(layer, cache, *tokens.shape, window_offset, **masks)
     if index > 0 and cache is not None:
-        mask = window.mask & (jnp.arange(cache.slots) >= index)
-        window = window._replace(mask=mask, first=index)
+        window = window._replace(sees=window.sees.replace(first=index))
     (kind,) = layer_kinds(layer)
     x, cache = kind.layer(module, x, cache, index, window, layer)
     return constrain(x, "batch"), cache

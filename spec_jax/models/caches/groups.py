@@ -7,6 +7,7 @@ that as its cache, and each layer only ever sees its own group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -28,9 +29,10 @@ class GroupedCache:
         return self.groups[0].length
 
     @property
-    def slots(self) -> int | None:
-        """S, of the layers that have slots; None if no layer has any."""
-        return next((group.slots for group in self.groups if group.slots is not None), None)
+    def rewind(self) -> Callable[[jax.Array], GroupedCache]:
+        """``KVCache.rewind`` of every group; there is none if one of them has none."""
+        each = [group.rewind for group in self.groups]
+        return lambda n: GroupedCache(tuple(rewind(n) for rewind in each))
 
     def open_window(self, width: int) -> GroupedCache:
         """Makes room for a window of ``width`` tokens that several passes fill."""

@@ -9,8 +9,9 @@ are not has a key of NaN, which reaches only those that see the token.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import flax.struct
 import jax
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.models.attention import attend, attend_cache
 from spec_jax.models.caches.snapshot import KVCacheSnapshot, Snapshotted
+from spec_jax.models.sees import Sees
 from spec_jax.sharding import (
     ambient,
     constrain,
@@ -37,7 +39,12 @@ KERNEL_ROWS = 32  # a write of each of more rows takes a TPU longer than a call 
 
 
 def put_rows(
-    cache: jax.Array, new: jax.Array, start: jax.Array, layer: int | jax.Array = 0
+    cache: jax.Array,
+    new: jax.Array,
+    start: jax.Array,
+    layer: int | jax.Array = 0,
+    *,
+    is_rolling: bool = False,
 ) -> jax.Array:
     """Writes T slots of each row, from slot ``start[b]`` on.
 
@@ -52,16 +59,42 @@ def put_rows(
       new: of the same rank, with T slots, and of one layer or more.
       start: i32[B].
       layer: the first layer that is written.
+      is_rolling: slot 0 follows the last one.
     """
+    update = _roll_in if is_rolling else jax.lax.dynamic_update_slice
     put = _put_by_row if len(start) <= UNROLLED_ROWS else _put_at_once
-    on_tpu = _put_by_kernel if _has_kernel(cache, new, len(start)) else put
+    put, at_once = (functools.partial(f, update=update) for f in (put, _put_at_once))
+    has_kernel = not is_rolling and _has_kernel(cache, new, len(start))
     args = (cache, new.astype(cache.dtype), start, jnp.int32(layer))
     return pin_tpu_layout(
-        jax.lax.platform_dependent(*args, tpu=on_tpu, cuda=_put_at_once, default=put)
+        jax.lax.platform_dependent(
+            *args, tpu=_put_by_kernel if has_kernel else put, cuda=at_once, default=put
+        )
     )
 
 
-def _put_by_row(cache, new, start, layer):
+def _roll_in(cache, new, at):
+    """A ``dynamic_update_slice`` that goes on at slot 0 of its last axis but one.
+
+    It writes as many slots up to the end, and as many from slot 0 on: what is new, and of the
+    others what they hold.
+    """
+    S = cache.shape[-2]
+    T = new.shape[-2]
+    *lead, start, last = at
+    start = start % S
+    until_end = jnp.minimum(start, S - T)
+    for begin, by in ((until_end, start - until_end), (0, start - S)):
+        place = jnp.arange(T)[:, None] - by  # in what is new
+        index = (*lead, begin, last)
+        held = jax.lax.dynamic_slice(cache, index, new.shape)
+        is_new = (place >= 0) & (place < T)
+        new_there = jnp.where(is_new, jnp.roll(new, by, axis=-2), held)
+        cache = jax.lax.dynamic_update_slice(cache, new_there, index)
+    return cache
+
+
+def _put_by_row(cache, new, start, layer, *, update=jax.lax.dynamic_update_slice):
     B = len(start)
     axis = 1 if cache.ndim == 5 else 0
     n = cache.shape[axis] // B  # entries of that axis a row
@@ -70,12 +103,12 @@ def _put_by_row(cache, new, start, layer):
         at = [layer if axis else 0, *[0] * (cache.ndim - 1)]
         at[axis] = b * n
         at[-2] = start[b]
-        cache = jax.lax.dynamic_update_slice(cache, row, at)
+        cache = update(cache, row, at)
     return cache
 
 
-def _put_at_once(cache, new, start, layer):
-    """A vmapped dynamic_update_slice, which is a scatter."""
+def _put_at_once(cache, new, start, layer, *, update=jax.lax.dynamic_update_slice):
+    """A vmapped update, which is a scatter."""
     axis = 1 if cache.ndim == 5 else 0
 
     def by_row(x):
@@ -84,7 +117,7 @@ def _put_at_once(cache, new, start, layer):
     first = [layer if axis else 0, *[0] * (cache.ndim - 3)]
 
     def put(row, new, at):
-        return jax.lax.dynamic_update_slice(row, new, (*first, at, 0))
+        return update(row, new, (*first, at, 0))
 
     return jax.vmap(put, (axis, axis, 0), axis)(by_row(cache), by_row(new), start).reshape(
         cache.shape
@@ -168,6 +201,8 @@ class KVCache(Snapshotted):
     is_read_whole: bool = flax.struct.field(pytree_node=False, default=False)
     attention: str = flax.struct.field(pytree_node=False, default="auto")  # see ``attend_cache``
     kv_replication: int = flax.struct.field(pytree_node=False, default=1)  # see ``sharding``
+
+    is_rolling: ClassVar[bool] = False  # slot 0 follows the last one
 
     @classmethod
     def create(
@@ -267,7 +302,8 @@ class KVCache(Snapshotted):
     def _put(self, caches, layer, new, start):
         """Keys or values of all layers, with new slots of one."""
         axes = self._array_axes
-        put = shard_map_over(put_rows, (axes, axes, P("batch"), P()), axes)
+        put = functools.partial(put_rows, is_rolling=self.is_rolling)
+        put = shard_map_over(put, (axes, axes, P("batch"), P()), axes)
         if self.is_stacked:
             return put(caches, new[None], start, jnp.int32(layer))
         index = layer if len(caches) > 1 else 0
@@ -275,53 +311,71 @@ class KVCache(Snapshotted):
         cache = put(caches[index], new.reshape(shape), start, jnp.int32(0))
         return (*caches[:index], cache, *caches[index + 1 :])
 
+    def positions(self, slots: jax.Array, end: jax.Array) -> jax.Array:
+        """Returns the position that each of some slots holds, see ``Sees``: here its own number.
+
+        Args:
+          slots: i32[S].
+          end: i32[B], the position after the last token that was written.
+
+        Returns:
+          i32[S] or i32[B,S]; below 0 where a slot holds nothing.
+        """
+        del end
+        return slots
+
+    def slots_of(self, positions: jax.Array) -> jax.Array:
+        """Returns the slots of positions, i32[...]."""
+        return positions
+
     def attend(
         self,
         q_BTNH: jax.Array,
         k_BGTH: jax.Array,
         v_BGTH: jax.Array,
         index: int | jax.Array,
-        window: Any,
+        sees: Sees,
         scale: float | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Writes the window's keys and values, and attends over all slots that each token sees.
+        """Writes the pass's keys and values, and attends over all slots that each token sees.
 
         Args and Returns are those of ``layers.attend_window``.
         """
-        cache = self.write(index, k_BGTH, v_BGTH, window.start)
+        cache = self.write(index, k_BGTH, v_BGTH, sees.start)
         if not self.is_read_whole:
-            return attend_cache(q_BTNH, cache, index, window, scale), cache
-        if window.is_seen is not None:
-            return cache._attend_paths(q_BTNH, index, window.is_seen, scale), cache
-        return attend(q_BTNH, *cache.layer(index), window.mask, scale=scale), cache
+            return attend_cache(q_BTNH, cache, index, sees, scale), cache
+        slots = jnp.arange(self.slots, dtype=jnp.int32)
+        positions = jnp.broadcast_to(self.positions(slots, sees.end), (len(q_BTNH), self.slots))
+        if sees.inside is not None:
+            return cache._attend_paths(q_BTNH, index, sees, positions, scale), cache
+        return attend(q_BTNH, *cache.layer(index), sees(positions), scale=scale), cache
 
-    def _attend_paths(self, q_BTNH, index, is_seen, scale):
+    def _attend_paths(self, q_BTNH, index, sees, positions, scale):
         """Attends from each node over a copy of the slots in which its path stands in one piece.
 
         So its sums have the terms at the places that they have once the path is committed.
         """
         B, T, N, H = q_BTNH.shape
         S = self.slots
-        W = is_seen.shape[-1]
-        is_seen = jnp.broadcast_to(is_seen, (B, T, W))
-        slots = jnp.arange(S)
-        place = slots - self.length[:, None]  # i32[B,S], in the window
-        path = jnp.argsort(~is_seen, axis=-1, stable=True)  # i32[B,T,W], what is seen first
+        W = sees.inside.shape[-1]
+        inside = jnp.broadcast_to(sees.inside, (B, T, W))
+        place = positions - self.length[:, None]  # i32[B,S], in the window
+        path = jnp.argsort(~inside, axis=-1, stable=True)  # i32[B,T,W], what is seen first
         at = jnp.clip(place, 0, W - 1)[:, None]
         moved = jnp.take_along_axis(path, jnp.broadcast_to(at, (B, T, S)), axis=2)
         is_inside = ((place >= 0) & (place < W))[:, None]
-        moved = jnp.where(is_inside, self.length[:, None, None] + moved, slots)
+        moved = self.slots_of(self.length[:, None, None] + moved)
+        moved = jnp.where(is_inside, moved, jnp.arange(S))
 
         def gather(x):
             x = x.reshape(B, 1, -1, S, x.shape[-1])
             x = jnp.take_along_axis(x, moved[:, :, None, :, None], axis=3)
             return x.reshape(B * T, -1, S, x.shape[-1])
 
-        mask = slots < (self.length[:, None] + is_seen.sum(axis=2))[:, :, None]
+        last = self.length[:, None] + inside.sum(axis=2, dtype=jnp.int32) - 1
+        mask = Sees(last.reshape(-1), 1, size=sees.size)(jnp.repeat(positions, T, axis=0))
         keys, values = map(gather, self.layer(index))
-        out = attend(
-            q_BTNH.reshape(B * T, 1, N, H), keys, values, mask.reshape(B * T, 1, S), scale=scale
-        )
+        out = attend(q_BTNH.reshape(B * T, 1, N, H), keys, values, mask, scale=scale)
         return out.reshape(B, T, -1)
 
     def open_window(self, width: int) -> KVCache:
@@ -350,12 +404,14 @@ class KVCache(Snapshotted):
 
         def move(cache, slots, start):
             # Read everything before writing: a shifted copy in place may read what it wrote.
-            return put_rows(cache, take_slots(cache, slots), start)
+            moved = take_slots(cache, slots)
+            return put_rows(cache, moved, start, is_rolling=self.is_rolling)
 
         move = shard_map_over(move, (axes, P("batch"), P("batch")), axes)
 
         def each(cache):
-            return move(cache, self.length[:, None] + path, self.length)
+            slots = self.slots_of(self.length[:, None] + path)
+            return move(cache, slots, self.length)
 
         return self.replace(
             keys=jax.tree.map(each, self.keys), values=jax.tree.map(each, self.values)

@@ -140,10 +140,6 @@ class StateCache(Snapshotted):
         """Whether the layers are stacked in one ``LayerState``."""
         return isinstance(self.layers, LayerState)
 
-    @property
-    def slots(self) -> None:
-        """None: a state has no slots, so it never runs full and nothing is masked."""
-
     def layer(self, index: int | jax.Array) -> LayerState:
         """Returns the state of one layer; ``index`` may be traced if the layers are stacked."""
         if not self.is_stacked:

@@ -288,7 +288,7 @@ def _attend_latents(kv_b, q, latent, turned, cache, index, window, config):
     q = jnp.concatenate([jnp.einsum("btnh,nhr->btnr", padded, kv_b), q[1]], axis=-1)
     k = jnp.concatenate([latent[:, :, None], turned], axis=-1).transpose(0, 2, 1, 3)
     k = repeat_heads(k, axis=1)
-    out, cache = cache.attend(q, k, None, index, window, config.attention_scale)
+    out, cache = cache.attend(q, k, None, index, window.sees, config.attention_scale)
     out = out.reshape(B, T, N, -1)[..., :rank]
     out = jnp.einsum("btnr,nhr->btnh", out, kv_b)[..., nope:]
     return out.reshape(B, T, -1), cache

@@ -174,7 +174,7 @@ def mixer(
         whole = StateCache.create(config, 1, B, x_BTD.dtype) if cache is None else cache
         held = whole.layer(index if cache is not None else 0)
         old = held.window
-        offset = window.offset
+        offset = window.sees.offset
 
         def put(name, new):
             return write(old and getattr(old, name), new, offset)
@@ -185,7 +185,7 @@ def mixer(
         gate, raw, dt = jnp.split(projected, parts, axis=-1)
 
         raw = put("raw", raw)
-        mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.is_seen)
+        mixed = convolve(held.conv, raw, layer["conv"][:, 0], T, offset, window.sees.inside)
         if config.has_conv_bias:
             mixed += layer["conv_bias"]
         parts = (config.width, config.width + G * Z)
@@ -212,10 +212,10 @@ def _read(state: jax.Array, inputs: Inputs, c: jax.Array, window: Window) -> jax
     """Returns the outputs of the window's latest T tokens."""
     T = c.shape[1]
     width = inputs.raw.shape[1]
-    offset = window.offset
+    offset = window.sees.offset
     is_whole = isinstance(offset, int) and offset == 0
-    if window.is_seen is not None:
-        is_seen = window.is_seen
+    if window.sees.inside is not None:
+        is_seen = window.sees.inside
     elif is_whole:
         return read_chain(state, jax.tree.map(lambda x: x[:, :T], inputs), c)
     else:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spec_jax.config.checks import check
 from spec_jax.models.checks import check_sizes, require, shown
-from spec_jax.models.config import PartialRotary
+from spec_jax.models.config import FULL, PartialRotary
 from spec_jax.models.delta import delta_net, delta_table
 from spec_jax.models.families.mamba2 import init_states
 from spec_jax.models.families.registry import Family, LayerKind, register
@@ -34,7 +34,6 @@ from spec_jax.sharding import repeat_heads
 
 # the words of ``layer_types``
 LINEAR = "linear_attention"
-FULL = "full_attention"
 _LINEAR = (
     "linear_num_key_heads",
     "linear_num_value_heads",

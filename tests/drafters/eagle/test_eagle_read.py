@@ -140,9 +140,8 @@ SUPPOSED = [  # the file, what the caller says
     ("eagle-3", {"fc_norm": "yes"}, {}, "fc_norm is 'yes'"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, r"9\]; the target has 8"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [2, -1]}, {}, "expected a list of layers"),
-    ("eagle-3", {"layer_types": ["sliding_attention"]}, {}, "sliding_attention"),
-    ("eagle-3", {"sliding_window": 8}, {}, "sliding_window is 8, which is not supported"),
-    ("speculators", {"transformer_layer_config": WINDOW}, {}, "sliding_window is 8, which is not"),
+    ("eagle-3", {"layer_types": ["sliding_attention"]}, {}, "sliding_window is None; expected"),
+    ("eagle-3", {"layer_types": ["linear_attention"]}, {}, "names linear_attention, which is not"),
     ("eagle-1", {"hidden_size": 20, "target_hidden_size": D}, {}, "width is 20; .* has 16"),
     ("eagle-3", {}, {"tap": (1,)}, "unknown head option 'tap'; options: taps, fc_bias"),
     ("eagle-3", {}, {"norm_output": 1}, "norm_output is 1; expected True or False"),
@@ -242,6 +241,22 @@ def test_what_a_file_leaves_open_is_noted(tmp_path, name, hf, tensors, flag, val
     config, notes = notes_of(write_head(tmp_path, name, tensors=tensors, **hf))
     assert getattr(config, flag) is value
     assert flag not in notes if words is None else words in notes
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("eagle-3", {"sliding_window": 8}),
+        ("eagle-1", {"sliding_window": 8, "model_type": "qwen2", "use_sliding_window": True}),
+        ("eagle-3", {"sliding_window": 8, "layer_types": ["sliding_attention"]}),
+        ("speculators", {"transformer_layer_config": WINDOW}),
+    ],
+)
+def test_a_head_has_the_window_that_its_file_states(tmp_path, name, stated):
+    head = load_head(write_head(tmp_path / "theirs", name, **stated), MODEL)
+    assert head.config.layer.windows == (8,)
+    head.save(tmp_path / "ours", MODEL)
+    assert load_head(tmp_path / "ours", MODEL).config == head.config
 
 
 SEES_ALL = [

@@ -1,0 +1,133 @@
+"""Layers with a sliding window: what their caches hold, and that passes over them are exact."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_models import MISTRAL, WINDOWED, random_weights
+
+from spec_jax.errors import ShapeError
+from spec_jax.models import transformer
+
+SLOTS = 64
+NUM_TOKENS = 40  # more than four windows
+SIZE = MISTRAL.sliding_window
+LARGEST = MISTRAL.max_pass
+TEXTS = np.random.RandomState(0).randint(0, MISTRAL.vocab_size, (2, NUM_TOKENS))
+whole = jax.jit(transformer.logits, static_argnames="config")
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def feed(params, tokens, cache, n, *, config, path=None, **window):
+    output = transformer.forward(params, tokens, cache, config=config, **window)
+    cache = output.cache.commit(n, path)
+    return transformer.unembed(params, output.hidden), cache
+
+
+def assert_equal(logits, expected):
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def begin(config, rows=2):
+    return transformer.init_cache(config, rows, SLOTS)
+
+
+@pytest.mark.representatives("mistral-12", "qwen3-5")
+@pytest.mark.parametrize("chunk", range(1, LARGEST + 1))
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_prompt_in_chunks_has_the_logits_of_the_whole(name, chunk):
+    config = WINDOWED[name]
+    params = random_weights(config)
+    expected = whole(params, TEXTS, config=config)
+    cache = begin(config)
+    text = np.pad(TEXTS, ((0, 0), (0, LARGEST)))
+    for at in range(0, NUM_TOKENS, chunk):
+        n = jnp.full(2, min(chunk, NUM_TOKENS - at))
+        part = jnp.asarray(text[:, at : at + chunk])
+        logits, cache = feed(params, part, cache, n, config=config)
+        assert_equal(logits[:, : n[0]], expected[:, at : at + chunk])
+
+
+def test_tokens_out_of_sight_change_nothing_and_the_last_in_sight_does():
+    """Through all layers a token sees ``SIZE - 1`` tokens more by each."""
+    config = dataclasses.replace(MISTRAL, num_hidden_layers=1)
+    params = random_weights(config)
+    changed = np.array(TEXTS)
+    changed[:, 20] = (changed[:, 20] + 1) % config.vocab_size
+    logits, others = (whole(params, text, config=config) for text in (TEXTS, changed))
+    differs = np.abs(logits - others).max(axis=(0, 2)) > 1e-6
+    np.testing.assert_array_equal(np.flatnonzero(differs), np.arange(20, 20 + SIZE))
+
+
+# Of a pass of twelve: two paths, of which one skips a node and is longer than the window.
+PARENTS = (-1, 0, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+PATHS = np.zeros((12, 12), bool)
+for node, parent in enumerate(PARENTS):
+    PATHS[node] = PATHS[parent] if parent >= 0 else False
+    PATHS[node, node] = True
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_what_rejected_drafts_wrote_is_never_seen(name):
+    """Rows that keep a few tokens of each pass, of chains and of trees, at every length."""
+    config = WINDOWED[name]
+    params = random_weights(config)
+    draw = np.random.RandomState(1)
+    lengths = np.zeros(2, int)
+    cache = begin(config)
+    expected = np.asarray(whole(params, TEXTS, config=config))
+    branch = [np.flatnonzero(PATHS[node]) for node in (1, 11)]
+    while lengths.max() < NUM_TOKENS - LARGEST:
+        is_tree = draw.rand() < 0.5
+        part = draw.randint(0, config.vocab_size, (2, LARGEST))
+        places = [branch[draw.randint(2)] if is_tree else np.arange(LARGEST) for _ in lengths]
+        kept = np.array([draw.randint(1, min(len(at), 4) + 1) for at in places])
+        for row, at in enumerate(places):
+            part[row, at] = TEXTS[row, lengths[row] :][: len(at)]
+        path = np.stack([np.pad(at, (0, LARGEST - len(at))) for at in places])
+        tree = dict(window_mask=PATHS[None], path=jnp.asarray(path)) if is_tree else {}
+        logits, cache = feed(
+            params, jnp.asarray(part), cache, jnp.asarray(kept), config=config, **tree
+        )
+        for row, at in enumerate(places):
+            assert_equal(logits[row, at], expected[row, lengths[row] :][: len(at)])
+        lengths += kept
+    np.testing.assert_array_equal(cache.length, lengths)
+
+
+def test_a_window_that_several_passes_fill_is_seen_as_one():
+    params = random_weights(MISTRAL)
+    expected = whole(params, TEXTS, config=MISTRAL)
+    cache = begin(MISTRAL)
+    for at in range(0, 24, 12):
+        for offset in range(0, 12, 3):
+            part = jnp.asarray(TEXTS[:, at + offset :][:, :3])
+            n = jnp.full(2, 12 if offset == 9 else 0)
+            logits, cache = feed(
+                params, part, cache, n, config=MISTRAL, window_offset=jnp.int32(offset)
+            )
+            assert_equal(logits, expected[:, at + offset :][:, :3])
+
+
+def test_a_cache_holds_the_window_and_the_largest_pass_and_no_more():
+    def sizes(config, slots):
+        cache = jax.eval_shape(lambda: transformer.init_cache(config, 1, slots))
+        floats = [x for x in jax.tree.leaves(cache) if x.dtype == jnp.float32]
+        return sum(x.size for x in floats) // (2 * config.num_key_value_heads * config.head_dim)
+
+    assert sizes(WINDOWED["mistral"], 1000) == 2 * (SIZE + LARGEST)
+    assert sizes(WINDOWED["mistral"], 20) == 2 * 20  # all tokens are fewer
+    assert sizes(WINDOWED["qwen3"], 1000) == 2 * (1000 + SIZE + LARGEST)
+
+
+def test_a_pass_that_would_overwrite_what_it_sees_is_refused():
+    params = random_weights(MISTRAL)
+    tokens = jnp.zeros((1, LARGEST + 1), jnp.int32)
+    with pytest.raises(ShapeError, match=f"window of 13 tokens .* prefill_chunk={LARGEST}"):
+        transformer.forward(params, tokens, begin(MISTRAL, 1), config=MISTRAL)
+    one = jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(ShapeError, match="window of 13 tokens"):
+        transformer.forward(params, one, begin(MISTRAL, 1), config=MISTRAL, window_offset=LARGEST)
