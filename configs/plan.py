@@ -1,6 +1,6 @@
 """A deployment planned without its hardware: what fits, what a round moves, which K pays.
 
-    pip install -e '.[tpu]'
+    pip install -e '.[tpu]'  # for GPUs '.[plan-gpu]', which needs neither CUDA nor a device
     python -m experiments.plan --config.target=llama-3.1-8b --config.topology=v5e:2x4
     python -m experiments.plan --config.draft=eagle3 --config.num_draft=1,3,5 \\
         --config.batch=8,32,128 --config.topology=v5e:2x4,v5p:2x2x1 --config.acceptance=0.75
@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
     config.draft_vocab_size = 32000  # U, of an eagle3 head
     # Or prefill; or train: a step of an eagle3 or mtp draft, else of the target.
     config.program = "decode"
-    config.topology = "v5e:2x4"  # chips and their shape; several with commas
+    config.topology = "v5e:2x4"  # chips and their shape, or GPUs, such as h100:8; with commas
     # Such as data:2,tensor:4. Empty: the one with the best floor (with a tree, of plain decoding);
     config.mesh = ""  # in training, all along data.
     config.is_draft_replicated = False  # replicate the draft on the mesh

@@ -17,8 +17,8 @@ collectives, cache copies and HBM bytes are counted from the compiled text.
 Speeds are predicted from the chip's published peaks and from an acceptance,
 which is given or read from a report that measured it. So they are floors of
 time, not measurements. --config.prompt_tokens=1024 also says how a queue's time
-is divided between prefill and decoding. For a training step on GPUs, or without
-compiling, only weights, gradients and the optimizer's state are counted. A run
+is divided between prefill and decoding. Of a training step that is not
+compiled, only weights, gradients and the optimizer's state are counted. A run
 leaves config.json, environment.json, report.json, report.md and plan.png. A run
 that was stopped continues with the same --workdir.
 """
@@ -30,7 +30,7 @@ import functools
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -47,13 +47,16 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import tree_options
 from spec_jax.planning import choose
 from spec_jax.planning.chips import Topology
+from spec_jax.planning.gpus import GPUS
 from spec_jax.planning.presets import find_config
 from spec_jax.planning.roofline import Setting
 from spec_jax.progress import Progress
 from spec_jax.show.tables import Section
 
 # Without a TPU, its library looks for one in the cloud, locks itself and writes pages of warnings.
-_LIBTPU = {
+# jax's plugin for GPUs looks for one, too.
+_WITHOUT_DEVICES = {
+    "CUDA_VISIBLE_DEVICES": "-1",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -92,12 +95,20 @@ def shapes(config: ConfigDict, draft: Any) -> list[tuple[int, TreeConfig | None]
     return [(k, None) for k in Ks]
 
 
-def subjects(config: ConfigDict) -> tuple[Any, Any, Any]:
-    """Returns target, draft and head; None without a draft, or where the draft is not a head."""
-    target = find_config(config.target)
-    draft = find_draft(config.draft, target, config.draft_vocab_size)
-    is_head = draft is not None and kind_of_draft(draft).head is not None
-    return target, draft, draft if is_head else None
+def subjects(config: ConfigDict) -> Callable[[str], tuple[Any, Any, Any]]:
+    """Returns a function of a platform to target, draft and head.
+
+    Layers lie as on that platform. None without a draft, or where the draft is not a head.
+    """
+
+    @functools.cache
+    def of(platform):
+        target = find_config(config.target, platform)
+        draft = find_draft(config.draft, target, config.draft_vocab_size, platform)
+        is_head = draft is not None and kind_of_draft(draft).head is not None
+        return target, draft, draft if is_head else None
+
+    return of
 
 
 def places(config: ConfigDict, *names: str) -> Iterator[tuple]:
@@ -120,22 +131,26 @@ def check_mesh(topology: Topology, mesh: str) -> str:
 
 def training_jobs(config: ConfigDict, _) -> Iterator[tuple[Topology, plan.TrainJob]]:
     """Yields every combination of training steps to plan."""
-    target, _, head = subjects(config)
+    found = subjects(config)
     cli.require_positive(config, "num_steps")
     names = "dtype is_fully_sharded num_steps is_remat has_document_masks".split()
-    options = {name: config[name] for name in names} | {"target": target, "head": head}
+    options = {name: config[name] for name in names}
     for topology, batch, length in places(config, "batch", "length"):
         mesh = check_mesh(topology, config.mesh or f"data:{topology.num_devices}")
-        yield topology, plan.TrainJob(batch=batch, length=length, mesh=mesh, **options)
+        target, _, head = found(topology.platform)
+        sizes = dict(target=target, head=head, batch=batch, length=length, mesh=mesh)
+        yield topology, plan.TrainJob(**sizes, **options)
 
 
 def prefill_jobs(config: ConfigDict, _) -> Iterator[tuple[Topology, plan.PrefillJob]]:
     """Yields every combination of prompts to plan; each prompt fills all slots of the cache."""
-    target, _, head = subjects(config)
-    what = "for prefill, which is planned by compiling for TPUs alone"
+    found = subjects(config)
+    what = "for prefill, which is planned by compiling alone"
     cli.require(config.is_compiled, config, "is_compiled", f"True {what}")
     for topology, batch, slots, chunk in places(config, "batch", "slots", "prefill_chunk"):
-        cli.require(topology.is_tpu, config, "topology", f"TPUs {what}")
+        known = f"TPUs, {', '.join(GPUS)} {what}"
+        cli.require(bool(topology.compilers), config, "topology", known)
+        target, _, head = found(topology.platform)
         cli.require(chunk <= slots, config, "prefill_chunk", f"at most the {slots} slots")
         job = plan.PrefillJob(
             target=target,
@@ -155,8 +170,8 @@ def decode_jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[To
     """Yields every combination to plan, plain decoding before its drafts."""
     not_sharded = "False to decode: weights are split over the axis tensor alone"
     cli.require(not config.is_fully_sharded, config, "is_fully_sharded", not_sharded)
-    target, draft, _ = subjects(config)
-    drafted = shapes(config, draft)
+    found = subjects(config)
+    drafted = shapes(config, found("")[1])
     largest = max((k for k, tree in drafted if tree is None), default=0)
     if acceptance.tree and (not config.tree or acceptance.tree != config.tree.replace(",", "x")):
         raise ConfigError(
@@ -165,6 +180,7 @@ def decode_jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[To
         )
     tokens = acceptance.tokens(largest)
     for topology, batch, slots in places(config, "batch", "slots"):
+        target, draft, _ = found(topology.platform)
         job = plan.Job(
             target=target,
             draft=draft,
@@ -176,13 +192,13 @@ def decode_jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[To
             is_draft_replicated=config.is_draft_replicated,
         )
         if not config.mesh:
-            found = choose.options(target, draft, tokens, topology, job.setting)
-            if not found:
+            options = choose.options(target, draft, tokens, topology, job.setting)
+            if not options:
                 raise ConfigError(
                     f"no mesh of {topology.name}'s {topology.num_devices} devices divides the "
                     f"heads of {config.target}; expected fewer devices, or name a --config.mesh"
                 )
-            job = dataclasses.replace(job, mesh=found[0].setting.mesh)
+            job = dataclasses.replace(job, mesh=options[0].setting.mesh)
         check_mesh(topology, job.mesh)
         cli.require(
             not config.prompt_tokens or config.prompt_tokens + config.new_tokens <= slots,
@@ -197,16 +213,17 @@ def decode_jobs(config: ConfigDict, acceptance: Acceptance) -> Iterator[tuple[To
 _PROGRAMS = {"decode": decode_jobs, "prefill": prefill_jobs, "train": training_jobs}
 
 
-def check_libtpu(topologies: list[Topology]) -> None:
-    """Raises ConfigError if there are TPUs and programs for them cannot be compiled."""
-    if not any(topology.is_tpu for topology in topologies):
-        return
-    if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            "libtpu is not installed, which compiles for TPUs: pip install 'spec_jax[tpu]', or "
-            "ask for the analytic floors alone: --config.is_compiled=False"
-        )
-    for name, value in _LIBTPU.items():
+def check_compilers(topologies: list[Topology]) -> None:
+    """Raises ConfigError if programs for one of the topologies cannot be compiled here."""
+    for topology in topologies:
+        if topology.compilers and not any(map(importlib.util.find_spec, topology.compilers)):
+            extra = {"tpu": "tpu", "gpu": "plan-gpu"}[topology.platform]
+            raise ConfigError(
+                f"{topology.compilers[0]} is not installed, which compiles for {topology.name}: "
+                f"pip install 'spec_jax[{extra}]', or ask for the analytic floors alone: "
+                "--config.is_compiled=False"
+            )
+    for name, value in _WITHOUT_DEVICES.items():
         os.environ.setdefault(name, value)
 
 
@@ -230,7 +247,7 @@ def run(config: ConfigDict, workdir: str | None = None) -> dict:
     cli.require(is_fit, config, "prompt_tokens", expected)
     cli.require_positive(config, "new_tokens")
     if config.is_compiled:
-        check_libtpu([topology for topology, _ in todo])
+        check_compilers([topology for topology, _ in todo])
     folder = cli.make_workdir("plan", workdir)
     head = report.begin("plan", folder, config.to_dict())
     describe = functools.cache(plan_cells.describe)

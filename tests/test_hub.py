@@ -175,7 +175,7 @@ def test_a_repository_without_a_model_says_so(cache, tmp_path, monkeypatch):
 def test_a_plan_needs_the_config_alone(cache, model, monkeypatch):
     asked = failing(monkeypatch, ConnectionError)
     put(cache, "owner/tiny", model, without=["model*", "tokenizer*"])
-    assert find_config("owner/tiny") == dataclasses.replace(CONFIG, scan_layers=True)
+    assert find_config("owner/tiny", "tpu") == dataclasses.replace(CONFIG, scan_layers=True)
     with pytest.raises(ConfigError, match="expected one of llama.*`hf download owner/other`"):
         find_config("owner/other")
     assert asked == [["config.json", "generation_config.json", "config.json"]]

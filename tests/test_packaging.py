@@ -16,12 +16,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 def test_extras_for_accelerators_are_extras_of_the_same_jax():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras, readme = project["optional-dependencies"], (ROOT / "README.md").read_text()
+    extras = project["optional-dependencies"]
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/scale.md"))
     (bounds,) = [d.removeprefix("jax") for d in project["dependencies"] if re.match(r"jax\W", d)]
     known = metadata.metadata("jax").get_all("Provides-Extra")
-    for name, of_jax in {"cuda": "cuda13", "cuda12": "cuda12", "tpu": "tpu"}.items():
+    named = {"cuda": "cuda13", "cuda12": "cuda12", "tpu": "tpu", "plan-gpu": "cuda13-local"}
+    for name, of_jax in named.items():
         assert extras[name] == [f"jax[{of_jax}]{bounds}"] and of_jax in known
-        assert f"'.[{name}]'" in readme
+        assert f"'.[{name}]'" in pages
 
 
 def test_releases_of_jax_that_rewrite_caches_are_excluded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,7 +24,7 @@ from spec_jax.meshes import make_mesh
 from spec_jax.planning import roofline
 from spec_jax.planning.chips import Topology
 
-_VERSION = 6  # of what a cell holds
+_VERSION = 7  # of what a cell holds
 
 
 def place_of(topology: Topology, job: plan.Job | plan.TrainJob) -> dict:
@@ -51,7 +52,7 @@ def tree_name(job: plan.Job) -> str:
 
 
 def describe(topology: Topology) -> Any:
-    """Returns the devices of a topology; what libtpu writes meanwhile is shown only if it fails."""
+    """Returns the devices of a topology; shows what the compiler writes only if it fails."""
     with tempfile.TemporaryFile() as kept:
         stderr = os.dup(2)
         os.dup2(kept.fileno(), 2)
@@ -66,12 +67,12 @@ def describe(topology: Topology) -> Any:
             os.close(stderr)
 
 
-def _libtpu() -> str | None:
-    """The version of the compiler; None where it is not installed."""
-    try:
-        return metadata.version("libtpu")
-    except metadata.PackageNotFoundError:
-        return None
+def _compiler(topology: Topology) -> str | None:
+    """Name and version of what compiles for a topology; None where it is not installed."""
+    for name in topology.compilers:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return None
 
 
 def plan_cell(
@@ -83,7 +84,7 @@ def plan_cell(
 ) -> dict:
     """Returns what a job needs and does on a topology; from the folder if it is there.
 
-    What other versions of spec_jax, jax or libtpu have found is not used.
+    What other versions of spec_jax, jax or the compiler have found is not used.
 
     Args:
       folder: Of finished cells.
@@ -92,7 +93,7 @@ def plan_cell(
       config: The experiment's, of which the names of the models are kept.
       devices_of: ``(topology) -> devices`` to compile for; None compiles nothing.
     """
-    is_compiled = devices_of is not None and topology.is_tpu
+    is_compiled = devices_of is not None and bool(topology.compilers)
     draft = job.head if job.program == "train" else job.draft
     known = {
         "version": _VERSION,
@@ -102,7 +103,8 @@ def plan_cell(
         "is_compiled": is_compiled,
         "spec_jax": spec_jax.__version__,
         "jax": jax.__version__,
-        "libtpu": _libtpu() if is_compiled else None,
+        "compiler": _compiler(topology) if is_compiled else None,
+        "flags": os.environ.get("XLA_FLAGS", "") if is_compiled else "",
     }
     path = folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     if path.exists():

@@ -117,7 +117,9 @@ def _known(values: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(values[:end])
 
 
-def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> Any:
+def find_draft(
+    name: str, target: AnyConfig, draft_vocab_size: int = 32000, platform: str = ""
+) -> Any:
     """Returns what ``plan.Job`` and ``roofline.round_work`` take as a draft.
 
     Args:
@@ -126,6 +128,7 @@ def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> A
         ``presets.find_config``.
       target: the target's config.
       draft_vocab_size: U, of a head that can have a vocabulary of its own.
+      platform: whose layout of the layers a model has, see ``presets.find_config``.
 
     Raises:
       ConfigError: there is none of this name.
@@ -140,7 +143,7 @@ def find_draft(name: str, target: AnyConfig, draft_vocab_size: int = 32000) -> A
         options = {"draft_vocab_size": draft_vocab_size}
         return training.new(target, **{n: x for n, x in options.items() if n in training.options})
     try:
-        return find_config(name)
+        return find_config(name, platform)
     except ConfigError as error:
         known = ", ".join([*ways, *copying_methods()])
         raise ConfigError(f"draft is none of {known}: {error}") from error

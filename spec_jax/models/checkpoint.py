@@ -26,6 +26,7 @@ from spec_jax.models.files import read_json, write_json, write_once
 from spec_jax.models.float8 import METHOD, SCALE, block_of, dequantised, has_blocks
 from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
+from spec_jax.models.runs import laid_out
 from spec_jax.models.specs import ParamSpec, tensor_names
 from spec_jax.models.tensors import (
     StrictReader,
@@ -61,7 +62,7 @@ def load_pretrained(
     Args:
       directory: holds config.json and the weights.
       dtype: of the returned parameters.
-      scan_layers: stack the layers, see ``ModelConfig``; None: on TPUs, where the family can.
+      scan_layers: stack the layers, see ``ModelConfig``; None: see ``runs.laid_out``.
       attention: how a cache is attended over, see ``config.ATTENTIONS``; None: as the family does.
       mesh: the devices to place the parameters on; None: jax's default device.
       axis_rules: which dimensions are split over the mesh.
@@ -78,9 +79,10 @@ def load_pretrained(
     directory = pathlib.Path(directory)
     config = read_config(directory)
     hf = read_json(directory / "config.json")
-    if family_of(config).can_scan:
-        is_stacked = platform_of(mesh) == "tpu" if scan_layers is None else scan_layers
-        config = dataclasses.replace(config, scan_layers=is_stacked)
+    if scan_layers is None:
+        config = laid_out(config, platform_of(mesh))
+    elif family_of(config).can_scan:
+        config = dataclasses.replace(config, scan_layers=scan_layers)
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
     config = with_attention(config, attention)

@@ -233,6 +233,12 @@ def from_panels(w: jax.Array | InPanels) -> jax.Array:
     return w.w.transpose(1, 0, 2).reshape(w.w.shape[1], -1)
 
 
+def _of_two_rows(x, w):
+    """The product of one row, which a GPU would compute, and write, element by element."""
+    rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+    return (rows @ w)[:1].reshape(*x.shape[:-1], -1)
+
+
 def matmul(x: jax.Array, w: jax.Array | InPanels) -> jax.Array:
     """Returns ``x @ w``, whichever layout ``w`` is in.
 
@@ -246,7 +252,10 @@ def matmul(x: jax.Array, w: jax.Array | InPanels) -> jax.Array:
     """
     num_rows = math.prod(x.shape[:-1])
     if not isinstance(w, InPanels) or num_rows > MAX_ROWS:
-        return x @ from_panels(w)
+        w = from_panels(w)
+        if num_rows > 1:
+            return x @ w
+        return jax.lax.platform_dependent(x, w, cuda=_of_two_rows, default=jnp.matmul)
     rows = x.reshape(num_rows, -1)
     if num_rows == 1:
         rows = jnp.broadcast_to(rows, (w.min_rows, x.shape[-1]))

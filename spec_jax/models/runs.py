@@ -7,6 +7,7 @@ stacked range by range. A layer by itself is ``(range(i, i + 1),)``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 
@@ -15,6 +16,21 @@ from spec_jax.models.families import AnyConfig, family_of, layer_kinds
 ScanGroup = tuple[range, ...]
 
 MAX_PERIOD = 16  # longer patterns are not looked for
+
+
+def laid_out(config: AnyConfig, platform: str) -> AnyConfig:
+    """Returns a config whose layers lie as passes on a platform read them fastest.
+
+    On TPUs layers that repeat are stacked, if those of the family can be. On GPUs and CPUs they are
+    apart, as a slice of a stack would be written before it is read.
+
+    Args:
+      config: of a model.
+      platform: as jax names it: "cpu", "gpu" or "tpu".
+    """
+    if not family_of(config).can_scan:
+        return config
+    return dataclasses.replace(config, scan_layers=platform == "tpu")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from spec_jax.errors import ConfigError
+from spec_jax.planning.gpus import GPUS, describe
 
 _GB = 10**9
 _GIB = 2**30
@@ -66,7 +67,10 @@ class Chip:
         )
 
 
-def _gpu(name, gb, gb_s, tflops, link_gb_s, source, shapes=("1", "2", "4", "8")) -> Chip:
+_HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")  # GPUs of a host, or hosts of eight
+
+
+def _gpu(name, gb, gb_s, tflops, link_gb_s, source, shapes=_HOSTS) -> Chip:
     figures = gb * _GB, gb_s * _GB, tflops * _TERA, link_gb_s * _GB
     return Chip(name, *figures, f"NVIDIA {source}", shapes)
 
@@ -102,7 +106,8 @@ class Topology:
 
     Attributes:
       chip: of which kind.
-      shape: chips along each dimension of their network.
+      shape: chips along each dimension of their network; of GPUs those of a host, or hosts and
+        GPUs of each.
     """
 
     chip: Chip
@@ -110,7 +115,7 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str) -> Topology:
-        """Reads a name such as ``v5e:2x4``, ``v5p:4x4x4`` or, for GPUs, ``h100:8``.
+        """Reads a name such as ``v5e:2x4`` or, for GPUs, ``h100:8`` and ``h100:2x8``.
 
         Raises:
           ConfigError: there is no such chip, or it is not offered in this shape.
@@ -141,22 +146,39 @@ class Topology:
         return self.num_chips * self.chip.devices
 
     @property
-    def is_tpu(self) -> bool:
-        """Whether programs for it can be compiled ahead of time."""
-        return self.chip.source.startswith(_CLOUD)
+    def host_devices(self) -> int:
+        """The devices that are linked as ``Chip.link_bytes_s`` says: of GPUs those of a host."""
+        return self.num_devices if self.platform == "tpu" else self.shape[-1]
+
+    @property
+    def platform(self) -> str:
+        """As jax names it: "tpu" or "gpu"."""
+        return "tpu" if self.chip.source.startswith(_CLOUD) else "gpu"
+
+    @property
+    def compilers(self) -> tuple[str, ...]:
+        """Modules of which one is needed to compile for it; none if it cannot be compiled for."""
+        if self.platform == "tpu":
+            return ("libtpu",)
+        return ("jax_cuda13_plugin", "jax_cuda12_plugin") if self.chip.name in GPUS else ()
 
     def describe(self) -> Any:
         """Returns JAX's description of the devices, for compiling without them.
 
-        It needs libtpu, which the extra ``tpu`` installs.
+        For TPUs it needs libtpu, which the extra ``tpu`` installs, and for GPUs jax's plugin, but
+        not CUDA: the extra ``plan-gpu``.
 
         Raises:
-          ConfigError: it is no TPU.
+          ConfigError: it cannot be compiled for.
         """
         from jax.experimental import topologies
 
-        if not self.is_tpu:
-            raise ConfigError(f"topology is {self.name!r}; only TPUs can be compiled for, not GPUs")
+        if not self.compilers:
+            raise ConfigError(
+                f"topology is {self.name!r}; only TPUs and {', '.join(GPUS)} can be compiled for"
+            )
+        if self.platform == "gpu":
+            return describe(self.chip.name, self.num_chips // self.host_devices, self.host_devices)
         options: dict[str, Any] = {}
         if self.chip.name == "v4":
             options = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}

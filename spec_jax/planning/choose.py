@@ -51,7 +51,8 @@ class Deployment:
 def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
     """Returns every mesh of all devices that divides the target's heads and the rows.
 
-    Of key-value heads its tensor axis may also be a multiple, see ``sharding.kv_replication``.
+    Of key-value heads its tensor axis may also be a multiple, see ``sharding.kv_replication``. The
+    tensor axis of GPUs stays within a host, as the links between hosts are slower.
 
     Where none divides the rows, as with one row on eight devices, the rows are whole on all of them
     and only the heads have to be divided.
@@ -67,7 +68,7 @@ def meshes(target: Any, topology: Topology, batch: int) -> list[str]:
     def fits(name, count, n):
         return count % n == 0 or (name == "kv_heads" and n % count == 0)
 
-    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    sizes = [n for n in range(1, topology.host_devices + 1) if devices % n == 0]
     fits_heads = [n for n in sizes if all(fits(name, count, n) for name, count in counts)]
     fits_rows = [n for n in fits_heads if batch % (devices // n) == 0]
     return [f"data:{devices // n},tensor:{n}" for n in fits_rows or fits_heads]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from typing import Any
@@ -31,6 +32,9 @@ class Counted:
       largest_gather: bytes of the largest all-gather's result.
       hbm_bytes: read from HBM and written to it.
       copies: copies of a cache, in the loop and at entry, as (name, times, bytes, place).
+      rewrites: likewise of instructions that write a weight again, see ``hlo.rewrites``.
+      gathers: likewise of chosen experts, which are copied on purpose.
+      kernels: instructions that a GPU launches; other devices have fewer steps.
       call_hbm_bytes: what a call moves apart from its rounds.
       unknown_loops: loops whose trip count the program does not say; each is counted once.
       heaviest: bytes, name and place of the instructions that move most.
@@ -41,6 +45,9 @@ class Counted:
     largest_gather: int
     hbm_bytes: int
     copies: list[tuple[str, int, int, str]]
+    rewrites: list[tuple[str, int, int, str]]
+    gathers: list[tuple[str, int, int, str]]
+    kernels: int
     call_hbm_bytes: int
     unknown_loops: list[str]
     heaviest: list[tuple[int, str, str]]
@@ -153,20 +160,41 @@ def _count(program: hlo.Program, traced: Traced) -> Counted:
     steps = program.round() if has_rounds else program.call()
     entry = program.call() if has_rounds else []
     moved = hlo.traffic(program, steps)
-    copies = [
-        (copy.name, copy.times, copy.array.padded_bytes, place)
-        for place, part in (("round", steps), ("entry", entry))
-        for copy in hlo.cache_copies(program, part, traced.copied)
-        if not copy.is_prefetch
-    ]
+    parts = {"round": steps, "entry": entry}
+    weights = _weights(program)
+
+    def listed(find, arrays, is_listed):
+        return [
+            (copy.name, copy.times, copy.array.padded_bytes, place)
+            for place, part in parts.items()
+            for copy in find(program, part, arrays)
+            if is_listed(copy)
+        ]
+
     run = {step.instruction.name for step in steps}
     return Counted(
         collectives=moved.by_kind,
         in_branches=sum(c.times for c in moved.in_branches),
         largest_gather=moved.largest_gather,
         hbm_bytes=moved.hbm_bytes,
-        copies=copies,
+        copies=listed(hlo.cache_copies, traced.copied, lambda copy: not copy.is_prefetch),
+        rewrites=listed(hlo.rewrites, weights, lambda copy: copy.kind != "gather"),
+        gathers=listed(hlo.rewrites, weights, lambda copy: copy.kind == "gather"),
+        kernels=sum(step.times for step in steps if hlo.is_run(step)),
         call_hbm_bytes=hlo.traffic(program, entry).hbm_bytes,
         unknown_loops=[n for n, trips in program.loops().items() if trips is None and n in run],
         heaviest=moved.heaviest(8),
     )
+
+
+def _weights(program: hlo.Program) -> dict[str, int]:
+    """The parameters that are matrices, and the elements of one; of an embedding, of which rows are
+    looked up, all of it.
+    """
+    found = {}
+    for name in program.entry.parameters:
+        parameter = program.instructions[name]
+        dims = parameter.arrays[0].dims
+        if parameter.op_name.startswith("params[") and len(dims) > 1:
+            found[name] = math.prod(dims if "embed" in parameter.op_name else dims[-2:])
+    return found

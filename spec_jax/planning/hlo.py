@@ -43,7 +43,25 @@ COLLECTIVES = frozenset(
 )
 _NOTHING = frozenset(  # neither read nor written
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all "
-    "partition-id replica-id opt-barrier domain async-start".split()
+    "partition-id replica-id opt-barrier domain async add-dependency get-dimension-size".split()
+)
+# The others read operands whole and write results, but for slices and updates.
+_KNOWN = (
+    COLLECTIVES
+    | _NOTHING
+    | frozenset(
+        "abs add and atan2 batch-norm-grad batch-norm-inference batch-norm-training "
+        "bitcast-convert broadcast cbrt ceil cholesky clamp compare complex concatenate convert "
+        "convolution copy cosine count-leading-zeros custom-call divide dot dynamic-reshape "
+        "dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft floor fusion "
+        "gather imag infeed iota is-finite log log-plus-one logistic map maximum minimum multiply "
+        "negate not or outfeed pad popcnt power ragged-dot real recv reduce reduce-precision "
+        "reduce-window remainder reshape reverse rng rng-bit-generator rng-get-and-update-state "
+        "round-nearest-afz round-nearest-even rsqrt scaled-dot scatter select select-and-scatter "
+        "send set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine "
+        "slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve "
+        "xor".split()
+    )
 )
 _MOVED = ("bitcast", "convert", "copy", "reshape", "transpose")  # fused: nothing but other indices
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -332,19 +350,22 @@ class Program:
                 join(i, operands[0], 0, i.number("index"))
             elif i.opcode in ("bitcast", "opt-barrier", "while") or (i.kind in _UPDATES and is_one):
                 join(i, operands[0])
+            elif i.opcode == "fusion-done":  # what was started also has its operands
+                join(i, operands[0], 0, len(_arrays(self, operands[0])))
             for result, operand in i.aliased.items():
                 join(i, operands[operand], result)
             bodies = []
             if i.opcode == "conditional":
                 bodies = [(name, [given]) for name, given in zip(i.branches, operands[1:])]
-            elif i.opcode in ("while", "call", "fusion"):
+            elif i.opcode in ("while", "call", "fusion", "fusion-start"):
                 bodies = [(name, operands) for name in i.called.values()]
             for name, given in bodies:
                 body = self.computations[name]
                 for parameter, operand in zip(body.parameters, given):
                     join(self.instructions[parameter], operand)
                 if name != i.called.get("condition"):
-                    join(i, body.root)
+                    first = len(_arrays(self, i)) if i.opcode == "fusion-start" else 0
+                    join(i, body.root, first)
         return find
 
     def _walk(
@@ -367,8 +388,8 @@ class Program:
             elif i.opcode == "conditional":
                 for taken in i.branches:
                     yield from self._walk(taken, times, (*branch, (i.name, taken)))
-            elif i.opcode in ("fusion", "async-start"):
-                yield from self._walk(i.called["calls"], times, branch, i.opcode == "fusion")
+            elif i.kind in ("fusion", "async") and "calls" in i.called:
+                yield from self._walk(i.called["calls"], times, branch, i.kind == "fusion")
             elif i.opcode == "call":
                 yield from self._walk(i.called["to_apply"], times, branch)
 
@@ -417,6 +438,8 @@ def _instruction(begin: re.Match, rest: str) -> Instruction:
     close = next((i for i, x in enumerate(depth) if x < 0), None)
     if close is None:
         raise ConfigError(f"a bracket is not closed: {rest[:80]!r}")
+    if re.sub("-(start|update|done)$", "", opcode) not in _KNOWN:
+        raise ConfigError(f"{name} has the opcode {opcode}, of which it is not known what it moves")
     operands = tuple(re.findall(r"%([^\s,(){}]+)", rest[:close]))  # older texts have shapes too
     attributes = rest[close + 1 :].lstrip(", ")
     if opcode in ("constant", "parameter"):  # what is in the brackets names no operand
@@ -532,6 +555,13 @@ def _total(moves: Iterable[Move], depth: int) -> int:
     )
 
 
+def is_run(step: Step) -> bool:
+    """Whether a step computes or moves something by itself, as a GPU's kernel does."""
+    i = step.instruction
+    is_counted = i.opcode not in _NOTHING and i.kind not in _NOTHING
+    return is_counted and not step.is_fused and not i.opcode.endswith(("-done", "-update"))
+
+
 def traffic(program: Program, steps: Sequence[Step]) -> Traffic:
     """Returns what instructions move.
 
@@ -553,8 +583,7 @@ def traffic(program: Program, steps: Sequence[Step]) -> Traffic:
                 size = max(_size(operands), _size(_results(i, operands)))
                 is_branched = bool(step.branch)
                 collectives.append(Collective(i.kind, size, step.times, i.op_name, is_branched))
-        is_counted = i.opcode not in _NOTHING and not i.opcode.endswith(("-done", "-update"))
-        if is_counted and not step.is_fused:
+        if is_run(step):
             read, written = _moved(program, i)
             if read or written:
                 moves.append(Move(step, read, written))
@@ -584,13 +613,10 @@ def cache_copies(program: Program, steps: Sequence[Step], caches: Mapping[int, i
             least[home] = min(elements, least.get(home, elements))
     copies = []
     for step in steps:
-        i = made = step.instruction
+        i = step.instruction
         if step.is_fused or i.opcode.endswith("-done"):
             continue
-        if i.kind == "fusion":
-            made = program.computations[i.called["calls"]].root
-            while made.opcode == "bitcast" and made.operands:
-                made = program.operands(made)[0]
+        made = _made(program, i)
         if made.kind not in _COPIES:
             continue
         source = program.operands(made)[0]
@@ -609,15 +635,64 @@ def cache_copies(program: Program, steps: Sequence[Step], caches: Mapping[int, i
     return copies
 
 
+def rewrites(program: Program, steps: Sequence[Step], weights: Mapping[str, int]) -> list[Copy]:
+    """Returns the instructions that write a weight again, as it is or multiplied.
+
+    Such an instruction writes as many elements as it reads of the weight, or more: a slice of a
+    stack, weights side by side, or products that another instruction sums. Experts that are chosen
+    by their number have the kind "gather".
+
+    Args:
+      program: that the steps are of.
+      steps: the instructions that run.
+      weights: by the names of parameters of the entry, the elements of the least part that counts,
+        such as one matrix.
+    """
+    memory = program.same_memory()
+    least = {memory((name, 0)): elements for name, elements in weights.items()}
+    found = []
+    for step in steps:
+        i = step.instruction
+        if not is_run(step):
+            continue
+        results = [array for array in _results(i, _arrays(program, i)) if array.is_in_hbm]
+        most = max((math.prod(array.dims) for array in results), default=0)
+        for index, operand in enumerate(program.operands(i)):
+            elements = least.get(memory((operand.name, 0)), math.inf)
+            if len(operand.arrays) != 1 or most < elements:
+                continue
+            part = _elements_read(program, i, index)
+            read = math.prod(operand.arrays[0].dims) if part is None else part
+            if most >= read >= elements:
+                kind = _made(program, i).kind
+                written = max(results, key=lambda array: math.prod(array.dims))
+                found.append(Copy(i.name, kind, written, step.times, False))
+    return found
+
+
+def _made(program: Program, i: Instruction) -> Instruction:
+    """The instruction that makes a result: of a fusion the last one of it."""
+    if i.kind != "fusion":
+        return i
+    made = program.computations[i.called["calls"]].root
+    while made.opcode == "bitcast" and made.operands:
+        made = program.operands(made)[0]
+    return made
+
+
 def _arrays(program: Program, i: Instruction) -> tuple[Array, ...]:
     """The arrays of its operands."""
     return tuple(array for operand in program.operands(i) for array in operand.arrays)
 
 
 def _results(i: Instruction, operands: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The arrays that it makes; an asynchronous start also repeats its operands."""
+    """The arrays that it makes, without the scratch memory of a library, bytes beside the results;
+    an asynchronous start also repeats its operands.
+    """
     if i.opcode == "copy-start":
         return i.arrays[:1]
+    if i.opcode in ("custom-call", "fusion") and len(i.arrays) > 1:
+        return tuple(a for a in i.arrays if a.dtype != "s8" or len(a.dims) > 1)
     if not i.opcode.endswith("-start") or i.opcode == "all-reduce-start":
         return i.arrays
     rest = i.arrays[len(operands) :]
@@ -632,17 +707,15 @@ def _moved(program: Program, i: Instruction) -> tuple[int, int]:
     """Bytes that an instruction reads from HBM and writes to it."""
     if "AllocateBuffer" in i.attributes:
         return 0, 0
-    fused = program.computations[i.called["calls"]] if i.opcode == "fusion" else None
+    fused = program.computations[i.called["calls"]] if i.kind == "fusion" else None
     read = 0
     operands = program.operands(i)
     for index, operand in enumerate(operands):
         if len(operand.arrays) != 1 or not operand.arrays[0].is_in_hbm:
             continue
         array = operand.arrays[0]
-        if fused is not None:
-            part = _part_used(program, fused.parameters[index], (i.name,))
-        else:
-            part = _part_read(i, index)
+        part = _elements_read(program, i, index)
+        if fused is None:
             if i.opcode == "custom-call" and i.name.startswith("ragged-dot"):
                 if len(array.dims) == 3:  # of the matrices of a grouped product one for each row
                     part = i.arrays[0].dims[0] * math.prod(array.dims[1:])
@@ -655,6 +728,13 @@ def _moved(program: Program, i: Instruction) -> tuple[int, int]:
     results = _results(i, _arrays(program, i))
     parts = parts if len(parts) == len(results) else [None] * len(results)
     return read, sum(_scaled(a, part) for a, part in zip(results, parts) if a.is_in_hbm)
+
+
+def _elements_read(program: Program, i: Instruction, index: int) -> int | None:
+    """Elements of an operand that an instruction or a fusion reads; None: all."""
+    if i.kind != "fusion":
+        return _part_read(i, index)
+    return _part_used(program, program.computations[i.called["calls"]].parameters[index], (i.name,))
 
 
 def _scaled(array: Array, elements: int | None) -> int:
@@ -693,7 +773,7 @@ def _part_used(program: Program, name: str, fusions: tuple[str, ...]) -> int | N
     for user, index in program.users.get(name, []):
         if user.opcode in _MOVED:
             parts.append(_part_used(program, user.name, fusions))
-        elif user.opcode == "fusion":
+        elif user.kind == "fusion":
             inner = program.computations[user.called["calls"]]
             parts.append(_part_used(program, inner.parameters[index], (*fusions, user.name)))
         else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 from spec_jax import hub, zoo
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.models import gguf
 from spec_jax.models.config import ModelConfig, RopeConfig
-from spec_jax.models.families import AnyConfig, family_of, read_config
+from spec_jax.models.families import AnyConfig, read_config
+from spec_jax.models.families.qwen3_5 import Qwen35Config
+from spec_jax.models.families.qwen3_moe import Qwen3MoeConfig
 from spec_jax.models.files import exists
+from spec_jax.models.runs import laid_out
 
 _LLAMA = {"rms_norm_eps": 1e-5}
 _SMOLLM2 = _LLAMA | {"vocab_size": 49152, "max_position_embeddings": 8192}
@@ -51,27 +53,56 @@ _MODELS = {  # what models of a kind share, and the sizes of each
     "vicuna-33b": (_VICUNA, 6656, 17920, 60, 52, 52, False),
     "smollm2-135m": (_SMOLLM2, 576, 1536, 30, 9, 3, True),
 }
-PRESETS: dict[str, ModelConfig] = {
-    name: ModelConfig(scan_layers=True, **shared, **dict(zip(_SIZES, sizes, strict=True)))
-    for name, (shared, *sizes) in _MODELS.items()
+_OTHERS = {
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        **_QWEN3 | {"model_type": "qwen3_moe"},
+    ),
+    "qwen3.5-27b": Qwen35Config(
+        vocab_size=248320,
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=262144,
+        rope=RopeConfig(rope_theta=1e7),
+    ),
 }
+PRESETS: dict[str, AnyConfig] = {
+    name: ModelConfig(**shared, **dict(zip(_SIZES, sizes, strict=True)))
+    for name, (shared, *sizes) in _MODELS.items()
+} | _OTHERS
 
 
-def find_config(name: str) -> AnyConfig:
+def find_config(name: str, platform: str = "") -> AnyConfig:
     """Returns a preset by its name, or the config of a model by its name, path or id of the hub.
-
-    Layers are scanned where the family's can be, as suits accelerators.
 
     Args:
       name: of a preset or of the zoo; the path of a directory with a config.json, of that file or
         of a GGUF file; or an id of the Hugging Face hub, of which weights are not downloaded,
         unless they are GGUF.
+      platform: whose layout of the layers it has, see ``runs.laid_out``; "": they are apart.
 
     Raises:
       ConfigError: it is none of these, or the family is not supported.
     """
     if name in PRESETS:
-        return PRESETS[name]
+        return laid_out(PRESETS[name], platform)
     path = zoo.path(name) or pathlib.Path(name)
     path = gguf.within(path.parent if path.name == "config.json" else path)
     if not exists(path / "config.json"):
@@ -85,5 +116,4 @@ def find_config(name: str) -> AnyConfig:
             path = hub.directory_of(name, has_weights=False)
         except WeightsError as error:
             raise ConfigError(f"{why}: {error}") from error
-    config = read_config(path)
-    return dataclasses.replace(config, scan_layers=True) if family_of(config).can_scan else config
+    return laid_out(read_config(path), platform)

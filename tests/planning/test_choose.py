@@ -25,6 +25,9 @@ def test_meshes_use_all_devices_and_divide_heads_and_rows():
     found = meshes(TARGET, Topology.parse("v5p:4x4x4"), 1)
     assert [parse_mesh(mesh)["tensor"] for mesh in found] == [1, 2, 4, 8, 16, 32]
     assert meshes(TARGET, Topology.parse("tpu7x:2x2x1"), 1) == ["data:1,tensor:8"]
+    # Between hosts GPUs have slower links.
+    found = meshes(TARGET, Topology.parse("h100:2x8"), 16)
+    assert [parse_mesh(mesh)["tensor"] for mesh in found] == [1, 2, 4, 8]
     # Five rows are divided by no part of eight devices but one.
     assert meshes(TARGET, Topology.parse("v5e:2x4"), 5) == ["data:1,tensor:8"]
 

@@ -210,6 +210,105 @@ ENTRY %main (w: bf16[96,256,256], x: bf16[{rows},256]) -> bf16[{rows},256] {{
         assert move.read == 2 * 256 * (256 * matrices + rows)
 
 
+# Two layers on a GPU. A stack, of which a slice is started and waited for, and of which another is
+# read in place by cuBLAS; two weights side by side in one of Triton's products; a weight that is
+# multiplied with one number a row and summed afterwards; experts that are chosen by number; all in
+# a round that is a command buffer.
+GPU = """\
+HloModule jit_generate, is_scheduled=true
+
+%sliced (p.0: bf16[2,256,512], p.1: s32[]) -> bf16[1,256,512] {
+  %p.0 = bf16[2,256,512]{2,1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero.0 = s32[] constant(0)
+  ROOT %slice.0 = bf16[1,256,512]{2,1,0} dynamic-slice(%p.0, %p.1, %zero.0, %zero.0), dynamic_slice_sizes={1,256,512}
+}
+
+%address_computation (p.2: bf16[4,256], p.3: bf16[2,256,512], p.4: s32[]) -> (bf16[4,512], s8[4194304]) {
+  %p.2 = bf16[4,256]{1,0} parameter(0)
+  %p.3 = bf16[2,256,512]{2,1,0} parameter(1)
+  %p.4 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  %slice.1 = bf16[1,256,512]{2,1,0} dynamic-slice(%p.3, %p.4, %zero.1, %zero.1), dynamic_slice_sizes={1,256,512}
+  %flat.1 = bf16[256,512]{1,0} bitcast(%slice.1)
+  ROOT %call.1 = (bf16[4,512]{1,0}, s8[4194304]{0}) custom-call(%p.2, %flat.1), custom_call_target="__cublas$lt$matmul"
+}
+
+%joined (p.5: bf16[4,256], p.6: bf16[256,512], p.7: bf16[256,128]) -> f32[2,4,640] {
+  %p.5 = bf16[4,256]{1,0} parameter(0)
+  %p.6 = bf16[256,512]{1,0} parameter(1)
+  %p.7 = bf16[256,128]{1,0} parameter(2)
+  %wide = bf16[256,640]{1,0} concatenate(%p.6, %p.7), dimensions={1}
+  %left = bf16[2,128,4]{2,1,0} bitcast(%p.5)
+  %right = bf16[2,128,640]{2,1,0} bitcast(%wide)
+  ROOT %dot.0 = f32[2,4,640]{2,1,0} dot(%left, %right), lhs_batch_dims={0}, lhs_contracting_dims={1}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+
+%multiplied (p.8: bf16[256], p.9: bf16[256,128]) -> bf16[256,128] {
+  %p.8 = bf16[256]{0} parameter(0)
+  %p.9 = bf16[256,128]{1,0} parameter(1)
+  %wide.1 = bf16[256,128]{1,0} broadcast(%p.8), dimensions={0}
+  ROOT %products = bf16[256,128]{1,0} multiply(%p.9, %wide.1)
+}
+
+%chosen (p.10: bf16[16,64,32], p.11: s32[3,1]) -> bf16[3,64,32] {
+  %p.10 = bf16[16,64,32]{2,1,0} parameter(0)
+  %p.11 = s32[3,1]{1,0} parameter(1)
+  ROOT %taken = bf16[3,64,32]{2,1,0} gather(%p.10, %p.11), offset_dims={1,2}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,64,32}
+}
+
+%command_buffer (c.0: bf16[2,256,512], c.1: bf16[256,512], c.2: bf16[256,128], c.3: bf16[16,64,32], c.4: bf16[4,256], c.5: s32[3,1], c.6: s32[]) -> bf16[3,64,32] {
+  %c.0 = bf16[2,256,512]{2,1,0} parameter(0)
+  %c.1 = bf16[256,512]{1,0} parameter(1)
+  %c.2 = bf16[256,128]{1,0} parameter(2)
+  %c.3 = bf16[16,64,32]{2,1,0} parameter(3)
+  %c.4 = bf16[4,256]{1,0} parameter(4)
+  %c.5 = s32[3,1]{1,0} parameter(5)
+  %c.6 = s32[] parameter(6)
+  %fusion-start = ((bf16[2,256,512]{2,1,0}, s32[]), bf16[1,256,512]{2,1,0}, u32[]) fusion-start(%c.0, %c.6), kind=kLoop, calls=%sliced
+  %in_place = (bf16[4,512]{1,0}, s8[4194304]{0}) fusion(%c.4, %c.0, %c.6), kind=kCustom, calls=%address_computation
+  %fusion-done = bf16[1,256,512]{2,1,0} fusion-done(%fusion-start)
+  %gemm = f32[2,4,640]{2,1,0} fusion(%c.4, %c.1, %c.2), kind=kCustom, calls=%joined, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %row = bf16[256]{0} slice(%c.4), slice={[0:1], [0:256]}
+  %written = bf16[256,128]{1,0} fusion(%row, %c.2), kind=kLoop, calls=%multiplied
+  ROOT %experts = bf16[3,64,32]{2,1,0} fusion(%c.3, %c.5), kind=kLoop, calls=%chosen
+}
+
+ENTRY %main (a.0: bf16[2,256,512], a.1: bf16[256,512], a.2: bf16[256,128], a.3: bf16[16,64,32], a.4: bf16[4,256], a.5: s32[3,1], a.6: s32[]) -> bf16[3,64,32] {
+  %a.0 = bf16[2,256,512]{2,1,0} parameter(0)
+  %a.1 = bf16[256,512]{1,0} parameter(1)
+  %a.2 = bf16[256,128]{1,0} parameter(2)
+  %a.3 = bf16[16,64,32]{2,1,0} parameter(3)
+  %a.4 = bf16[4,256]{1,0} parameter(4)
+  %a.5 = s32[3,1]{1,0} parameter(5)
+  %a.6 = s32[] parameter(6)
+  ROOT %all = bf16[3,64,32]{2,1,0} call(%a.0, %a.1, %a.2, %a.3, %a.4, %a.5, %a.6), to_apply=%command_buffer
+}
+"""  # noqa: E501
+
+
+def test_a_gpus_fusions_products_and_slices_move_what_they_name():
+    program = hlo.read(GPU)
+    moved = {m.step.instruction.name: m for m in hlo.traffic(program, program.call()).moves}
+    layer, rows, choice = 2 * 256 * 512, 2 * 4 * 256, 2 * 3 * 64 * 32
+    assert {name: (m.read, m.written) for name, m in moved.items()} == {
+        "fusion-start": (layer, layer),
+        "in_place": (rows + layer, 2 * 4 * 512),  # and none of cuBLAS's scratch memory
+        "gemm": (rows + layer + 2 * 256 * 128, 4 * 2 * 4 * 640),
+        "row": (2 * 256, 2 * 256),
+        "written": (2 * 256 + 2 * 256 * 128, 2 * 256 * 128),
+        "experts": (choice + 4 * 3, choice),
+    }
+    assert sum(map(hlo.is_run, program.call())) == len(moved)
+
+
+def test_weights_that_a_gpu_writes_again_are_found():
+    program = hlo.read(GPU)
+    weights = {"a.0": 256 * 512, "a.1": 256 * 512, "a.2": 256 * 128, "a.3": 64 * 32}
+    found = {c.name: c.kind for c in hlo.rewrites(program, program.call(), weights)}
+    assert found == {"fusion-start": "dynamic-slice", "written": "multiply", "experts": "gather"}
+
+
 def test_a_copy_of_a_weight_is_none_of_a_cache_of_its_shape():
     program, layer = hlo.read(ALIASED), 4 * 32 * 128
     found = lambda caches: [c.name for c in hlo.cache_copies(program, program.call(), caches)]

@@ -47,8 +47,8 @@ REFUSED = [
     (lambda: Topology.parse("v5e:3x3"), "'v5e:3x3'; shapes of v5e: 1x1, 2x2"),
     (lambda: Topology.parse("v5e"), "shapes of v5e"),
     (lambda: Topology.parse("2x4"), "such as v5e:2x4"),
-    (lambda: Topology.parse("h100:3"), "shapes of h100: 1, 2, 4, 8"),
-    (lambda: Topology.parse("h100:1").describe(), "only TPUs"),
+    (lambda: Topology.parse("h100:3"), "shapes of h100: 1, 2, 4, 8, 2x8"),
+    (lambda: Topology.parse("rtx3090:1").describe(), "only TPUs and a100, h100, h200, b200"),
     (lambda: find_config("llama-9b"), "'llama-9b'; expected one of llama-3.1-8b"),
     (lambda: Setting(batch=0), "batch is 0"),
     (lambda: Setting(context=-1), "context -1"),
@@ -67,6 +67,7 @@ REFUSED = [
     (lambda: train(batch=6), "batch is 6.*data:8"),
     (lambda: hlo.read("module @jit_f {}"), "no entry"),
     (lambda: hlo.read(NO_LOOP).round(), "depends on its data"),
+    (lambda: hlo.read(NO_LOOP.replace("parameter", "teleport")), "opcode teleport"),
 ]
 
 

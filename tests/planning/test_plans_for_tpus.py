@@ -26,8 +26,8 @@ pytestmark = [
     ),
 ]
 K, V = 5, 128256
-SMALL, LARGE = find_config("llama-3.1-8b"), find_config("llama-3.1-70b")
-DRAFT = find_config("llama-3.2-1b")
+SMALL, LARGE = find_config("llama-3.1-8b", "tpu"), find_config("llama-3.1-70b", "tpu")
+DRAFT = find_config("llama-3.2-1b", "tpu")
 L, L_d = SMALL.num_hidden_layers, DRAFT.num_hidden_layers
 WIDE, WARM = dict(batch=128, slots=1024), dict(sampler=SamplerConfig(temperature=0.7))
 COPIED, STANDALONE, EAGLE_1, EAGLE_3, MODULES = (

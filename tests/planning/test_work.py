@@ -10,6 +10,7 @@ import pytest
 from support.published_configs import (
     DEEPSEEK_V3,
     GLM_45_AIR,
+    QWEN_27B,
     QWEN_30B_A3B,
     QWEN_35B_A3B,
     QWEN_NEXT_80B,
@@ -50,6 +51,7 @@ NUM_PARAMS = [
     ("vicuna-13b", 13_015_864_320),
     ("vicuna-33b", 32_528_943_616),
     ("smollm2-135m", 134_515_008),
+    ("qwen3-30b-a3b", 30_532_122_624),
 ]
 
 
@@ -59,6 +61,13 @@ def test_presets_have_the_published_numbers_of_parameters(name, count):
     assert num_params(config) == count
     # A tied embedding is the output head, so it is counted once here too.
     assert Stack.of(config, Setting()).num_params == count
+
+
+@pytest.mark.parametrize("published", [QWEN_30B_A3B, QWEN_27B])
+def test_presets_of_other_families_are_the_published_configs(published):
+    config = family_of_type(published["model_type"]).config.from_hf(published)
+    untold = dict(bos_token_id=None, eos_token_id=())
+    assert dataclasses.replace(config, **untold) in PRESETS.values()
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])
