@@ -87,7 +87,7 @@ def mix_experts(
 
     Only experts that a token of the pass chose are read and computed: one after the other for all
     of its tokens; on a TPU each for the tokens that chose it, and on a GPU likewise where tokamax
-    is installed, else copied for each choice while those are few. On a mesh each device does so
+    is installed, else for each choice by itself while those are few. On a mesh each device does so
     with the experts and the rows that it holds, and the results of the devices that share rows are
     added up. In the backward pass all experts are computed for all tokens.
 
@@ -147,7 +147,7 @@ def _mix_chosen(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: 
     if grouped is not None:
         cuda = functools.partial(sort, ragged_dot=grouped)
     elif len(x) * num_chosen <= weights.shape[1]:
-        cuda = functools.partial(mix_copied, num_chosen=num_chosen)
+        cuda = functools.partial(mix_each, num_chosen=num_chosen)
     else:
         cuda = mix_all
     return jax.lax.platform_dependent(experts, x, weights, tpu=sort, cuda=cuda, default=mix_in_turn)
@@ -243,8 +243,11 @@ def mix_sorted(
     return jnp.zeros_like(x).at[rows].add(jnp.where(is_chosen, out, 0))
 
 
-def mix_copied(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
-    """Computes a copy of an expert for each token that chose it.
+def mix_each(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: int) -> jax.Array:
+    """Computes each token's experts by themselves, also those that other tokens chose.
+
+    A product of one row is written as a sum of products in float32, which a GPU computes while it
+    reads the expert. For ``dot`` it would write a copy of each expert first.
 
     Args:
       experts: the maps.
@@ -255,10 +258,16 @@ def mix_copied(experts: Experts, x: jax.Array, weights: jax.Array, num_chosen: i
     Returns:
       dtype[M,D].
     """
-    chosen, ids = jax.lax.top_k(weights, num_chosen)
-    gate, up, down = (w[ids] for w in experts)
-    h = jax.nn.silu(jnp.einsum("md,mkdf->mkf", x, gate)) * jnp.einsum("md,mkdf->mkf", x, up)
-    return jnp.einsum("mkf,mkfd->md", h * chosen[..., None], down)
+    chosen, ids = jax.lax.top_k(weights.astype(jnp.float32), num_chosen)
+    gate, up, down = experts
+
+    def product(rows, weight):
+        products = rows.astype(jnp.float32)[..., None] * weight[ids].astype(jnp.float32)
+        return products.sum(axis=-2)
+
+    rows = x[:, None]
+    h = jax.nn.silu(product(rows, gate)) * product(rows, up)
+    return (chosen[..., None] * product(h, down)).sum(axis=1).astype(x.dtype)
 
 
 def route(logits: jax.Array, *, num_chosen: int, is_normalised: bool) -> jax.Array:

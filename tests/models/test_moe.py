@@ -49,7 +49,7 @@ def mix(experts, x, weights, num_chosen):
 WAYS = {
     "in turn": lambda experts, x, weights, k: moe.mix_in_turn(experts, x, weights),
     "sorted": moe.mix_sorted,
-    "copied": moe.mix_copied,
+    "each": moe.mix_each,
     "all": lambda experts, x, weights, k: moe.mix_all(experts, x, weights),
     "chosen by platform": mix,
 }
@@ -64,7 +64,7 @@ def test_every_way_is_the_weighted_sum_of_each_tokens_experts(way, num_chosen, t
     np.testing.assert_allclose(out, expected(*drawn), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["in turn", "sorted", "copied"])
+@pytest.mark.parametrize("way", ["in turn", "sorted", "each"])
 def test_of_a_stack_the_experts_of_one_layer_are_computed(way):
     experts, x, weights = draw(2, fewer=[(1, 1), (2, 0)])
     layers = tuple(jnp.stack([w + 1, w, w - 1]) for w in map(jnp.asarray, experts))
@@ -73,7 +73,7 @@ def test_of_a_stack_the_experts_of_one_layer_are_computed(way):
     np.testing.assert_allclose(out, expected(experts, x, weights), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["in turn", "copied", "chosen by platform"])
+@pytest.mark.parametrize("way", ["in turn", "each", "chosen by platform"])
 def test_an_expert_that_no_token_chose_is_not_computed(way):
     """Its weights may be anything, even where a product with zero is not zero.
 
@@ -89,9 +89,9 @@ def test_an_expert_that_no_token_chose_is_not_computed(way):
 
 
 @pytest.mark.parametrize("tokens", [M, 40])
-def test_a_gpu_computes_groups_of_tokens_with_tokamax_and_copies_without_it(monkeypatch, tokens):
-    """As it is lowered for one: a product of groups; without tokamax copies of the experts of few
-    tokens, or all experts.
+def test_a_gpu_computes_groups_of_tokens_with_tokamax_and_single_ones_without(monkeypatch, tokens):
+    """As it is lowered for one: a product of groups; without tokamax those of few tokens one by
+    one, or all experts.
     """
     drawn, calls = jax.tree.map(jnp.asarray, draw(2, tokens=tokens)), []
 
