@@ -29,12 +29,24 @@ def get_config() -> ConfigDict:
     config.attention = "auto"  # over caches; "xla": in blocks, up to the longest row
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh
-    config.prompts = ""  # a file; empty: pieces of the standard library's training split
+    # "file"; "library", pieces of the standard library's training split; or "self": the target
+    # writes them, see docs/train_a_head.md. By default a file if ``prompts`` names one.
+    config.prompt_source = placeholder(str)
+    config.prompts = ""  # a file of prompts or conversations
+    config.turns = ConfigDict(  # how the target writes prompts
+        {
+            # Maximum tokens; by default 128, and 64 without a chat template.
+            "max_tokens": placeholder(int),
+            "temperature": 1.0,
+            "top_p": 0.95,
+        }
+    )
     # Variables of the target's chat template, as JSON: {"enable_thinking": false}; empty: none.
     config.chat_template_kwargs = ""
     config.held_out_share = 0.02  # of conversations, skipped: those that train_head holds out
-    config.num_prompts = 2000  # 0: all of a file; may change between runs
-    config.min_prompt_tokens = 8  # of the pieces
+    # 0: all of a file; may change between runs. Of those that the target writes some are left out.
+    config.num_prompts = 2000
+    config.min_prompt_tokens = 8  # of the pieces, and of what the target writes
     # Of the pieces; longer prompts of a file are skipped. Default: 64, and no limit for a file.
     config.max_prompt_tokens = placeholder(int)
     config.tests_share = 0.25  # of the standard library's own tests
@@ -46,5 +58,9 @@ def get_config() -> ConfigDict:
     # Chooses the pieces. Temperature number i samples with seed + i, and anew for each prompt.
     config.seed = 0
     config.batch = 32  # rows decoded together; in float32 it may change between runs
+    # Rows that end before others take their places; by default one. On an accelerator, where many
+    # prompts are fed in the time of one, more than half of the batch.
+    config.refill = placeholder(int)
+    config.minutes = placeholder(float)  # time after which the run ends; the same command goes on
     config.log_every_s = 10  # between lines of progress
     return config

@@ -98,6 +98,9 @@ def get_config() -> ConfigDict:
         }
     )
     config.steps = 150  # training steps of the whole run
+    # Time of the run without its last evaluation: as many steps as fit, at most ``steps``. Measured
+    # when the run begins; a run that goes on has the steps that it was begun with.
+    config.minutes = placeholder(float)
     config.batch = 4  # windows that are computed together
     config.length = 258  # tokens of a window, of which all but two are trained on
     config.optimizer = ConfigDict(
@@ -118,7 +121,7 @@ def get_config() -> ConfigDict:
             "num_draft": 5,  # K when tau is measured
             "prompts": "",  # a file of rows, see docs/train_a_head.md; "": of the held-out text
             "prompt_tokens": 256,  # maximum tokens of a prompt of the held-out text
-            "num_prompts": 16,  # texts that tau is measured on
+            "num_prompts": 16,  # texts that tau is measured on; 0: no evaluation
             "max_new_tokens": 64,  # output tokens of each
             "batch": 16,  # of them decoded together
             "windows": 16,  # held-out windows for loss and teacher-forced acceptance

@@ -2,8 +2,11 @@
 
     python -m experiments.regenerate --workdir=runs/text
     python -m experiments.regenerate --workdir=DIR --config.prompts=FILE.jsonl
+    python -m experiments.regenerate --workdir=DIR --config.prompt_source=self
 
-In a file of conversations, every answer is replaced by an answer of the target,
+With ``self`` the target first writes the prompts, as its chat template has the
+user speak; what is noise or was written before is left out, and turns.jsonl and
+prompts.jsonl are kept, too. In a file of conversations, every answer is replaced by an answer of the target,
 given the original turns before it. Rows that finish are refilled from the queue
 of prompts. A run leaves config.json, environment.json, inputs.json,
 responses.jsonl, report.json and report.md. responses.jsonl has one line for
@@ -16,7 +19,6 @@ uninterrupted run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -25,6 +27,7 @@ import pathlib
 import random
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -35,10 +38,11 @@ from spec_jax import processes
 from spec_jax.config import SamplerConfig, SpeculativeConfig, build
 from spec_jax.data import python_source
 from spec_jax.data.questions import of_record, read, read_record
-from spec_jax.data.records import Conversation, Text, is_json, read_records
+from spec_jax.data.records import Conversation, Text, is_json, read_records, read_rows
 from spec_jax.data.splits import HeldOut, is_document
+from spec_jax.data.user_turns import Chosen, Opening, choose
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.engine.queue import DecodeQueue, sampler_of
+from spec_jax.engine.queue import DecodeQueue, Usage, sampler_of
 from spec_jax.engine.request import check_room
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
@@ -51,11 +55,19 @@ from spec_jax.show.tables import Section
 
 # Changes of these change no response; of the latter only in float32, since in bfloat16 the order
 # of a sum decides near ties.
-_FREE = ("num_prompts", "log_every_s")
-_FREE_IN_FLOAT32 = ("batch", "mesh", "is_draft_replicated")
+_FREE = ("num_prompts", "log_every_s", "minutes")
+_FREE_IN_FLOAT32 = ("batch", "refill", "mesh", "is_draft_replicated")
+_OF_SELF = ("prompt_source", "turns")  # keys that only matter where the target writes prompts
 _BY_IDS = ("prompts",)  # a file that may grow: each response is kept beside its prompt's ids
 _PIECE = 64  # tokens of the longest piece by default
 _CHARS_A_TOKEN = 16  # more than tokens of code have on average
+SOURCES = ("file", "library", "self")
+TURNS = "turns.jsonl"
+PROMPTS = "prompts.jsonl"
+_CHAT_TURN = 128  # tokens of a user's turn that the target writes, by default
+_TURN_SEEDS = 1 << 31  # added to the seed, so that turns and answers have noise of their own
+_ENOUGH = 64  # turns of which one must be a prompt
+_SHARE_OF_PROMPTS = 0.3  # of the minutes
 Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
 
@@ -67,13 +79,24 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """
     cli.check_keys(config, regenerate_zoo.get_config())
     config = config.copy_and_resolve_references()
-    if config.max_prompt_tokens is None and not config.prompts:
+    if config.prompt_source is None:
+        config.prompt_source = "file" if config.prompts else "library"
+    source = config.prompt_source
+    if config.max_prompt_tokens is None and source == "library":
         config.max_prompt_tokens = _PIECE
     longest = config.max_prompt_tokens
     sizes = ("k", "batch", "max_new_tokens", "min_prompt_tokens")
     cli.require_each(
         config,
         *((config[name] >= 1, name, "1 or more") for name in sizes),
+        (source in SOURCES, "prompt_source", f"one of {', '.join(SOURCES)}"),
+        (
+            (source == "file") == bool(config.prompts),
+            "prompts",
+            "a file" if source == "file" else f"none, as the prompts are of {source!r}",
+        ),
+        (config.minutes is None or config.minutes > 0, "minutes", "a number above 0, or none"),
+        (config.refill is None or config.refill >= 1, "refill", "1 or more, or none"),
         (longest is None or longest >= 1, "max_prompt_tokens", "1 or more, or none"),
         (
             longest is None or config.min_prompt_tokens <= longest,
@@ -210,6 +233,187 @@ def _pieces(config, decoder: SpeculativeDecoder) -> Iterator[tuple[int, list[int
         yield index, decoder.encode(text)[:length]
 
 
+class Session(NamedTuple):
+    """What was decoded in one go.
+
+    Attributes:
+      stats: Of all rows.
+      elapsed_s: Seconds, with compilation.
+      num_left_out: Prompts that were too long.
+      usage: Row-rounds until the queue was found empty.
+      tail: Row-rounds since then.
+    """
+
+    stats: Stats
+    elapsed_s: float
+    num_left_out: int
+    usage: Usage
+    tail: Usage
+
+
+def decode(
+    config: ConfigDict,
+    decoder: SpeculativeDecoder,
+    journal: Responses,
+    pairs: Pairs,
+    total: int,
+    *,
+    what: str,
+    longest: int,
+    max_new_tokens: int,
+    until_s: float = math.inf,
+    **options: Any,
+) -> Session:
+    """Decodes what a journal lacks.
+
+    Args:
+      config: See ``configs/regenerate_zoo.py``.
+      decoder: Target and draft.
+      journal: Gets a line for each row that ends.
+      pairs: Indices and prompts' ids.
+      total: Their number.
+      what: What the rows are, for progress.
+      longest: The maximum tokens of a prompt; longer ones are left out.
+      max_new_tokens: The maximum output tokens of a row.
+      until_s: When to end, by ``time.monotonic``; rows that are decoding then are dropped.
+      **options: Of the queue.
+    """
+    num_before = len(journal)
+    begin_s = time.monotonic()
+    stats = Stats()
+    num_left_out = 0
+    waiting: dict[int, list[int]] = {}
+    sampler = options.get("sampler", decoder.target_sampler)
+    with Progress(total, what, num_done=num_before, every_s=config.log_every_s) as bar:
+
+        def queued() -> Iterator[tuple[int, list[int]]]:
+            nonlocal num_left_out
+            for index, ids in journal.unanswered(pairs):
+                if len(ids) > longest:
+                    num_left_out += 1
+                    bar.step("one prompt is too long")
+                    continue
+                waiting[index] = ids
+                yield index, ids
+
+        queue = DecodeQueue(
+            decoder,
+            queued(),
+            batch=config.batch,
+            refill=config.refill or 1,
+            max_prompt_tokens=longest,
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
+        for index, row in queue:
+            of_row = sampler_of(sampler, index)
+            journal.add(
+                {
+                    "index": index,
+                    "prompt_ids": waiting.pop(index),
+                    "response_ids": list(row.tokens),
+                    "text": row.text,
+                    "finish_reason": row.finish_reason,
+                    "temperature": of_row.temperature,
+                    "seed": of_row.seed,
+                }
+            )
+            stats += row.stats
+            bar.step(
+                f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s"
+                + useful_text(queue.usage.share),
+                share=share_done(
+                    queue.usage.useful + queue.tail.useful,
+                    max_new_tokens,
+                    len(journal) - num_before,
+                    min(len(waiting), config.batch),
+                    total - len(journal) - num_left_out,
+                    num_before,
+                ),
+            )
+            if time.monotonic() > until_s:
+                bar.say(f"{what}: the time is over at {len(journal)} of {total}")
+                break
+    elapsed_s = time.monotonic() - begin_s
+    return Session(stats, elapsed_s, num_left_out, queue.usage, queue.tail)
+
+
+def write_prompts(
+    config: ConfigDict, decoder: SpeculativeDecoder, folder: pathlib.Path, until_s: float
+) -> tuple[Chosen, list[tuple[int, list[int]]]]:
+    """Lets the target write prompts, and chooses those that are none of noise and repeats.
+
+    A prompt depends on the config, the models and its index alone. Writes turns.jsonl, all that the
+    target wrote, and prompts.jsonl, what is chosen of it.
+
+    Args:
+      config: See ``configs/regenerate_zoo.py``.
+      decoder: Target and draft.
+      folder: The run's folder.
+      until_s: When to end, by ``time.monotonic``.
+
+    Returns:
+      What was chosen, and the index and ids of each prompt.
+
+    Raises:
+      ConfigError: The chat template fails, or nothing that was written is a prompt.
+    """
+    target = decoder.target
+    if target.tokenizer is None:
+        raise ConfigError(f"{target.name} has no tokenizer; expected tokenizer.json beside it")
+    if processes.count() > 1:
+        raise ConfigError("prompt_source is 'self': write the prompts in one process first")
+    opening = Opening.of(target.tokenizer, target.stop_tokens)
+    path = folder / TURNS
+    sampler = SamplerConfig(
+        config.turns.temperature,
+        top_p=config.turns.top_p,
+        seed=(config.seed + _TURN_SEEDS) % 2**32,
+    )
+
+    def chosen() -> Chosen:
+        rows = (row for row, _ in read_rows(path)) if path.exists() else ()
+        return choose(rows, opening, target.tokenizer, config.min_prompt_tokens)
+
+    def check(found: Chosen) -> Chosen:
+        if not found.texts:
+            raise ConfigError(
+                f"none of {found.left_out.total()} prompts that the target wrote can be used "
+                f"({'; '.join(found.sentences()[1:]) or 'the time was too short'}): give prompts, "
+                "--config.prompts=FILE, or change --config.turns or min_prompt_tokens"
+            )
+        return found
+
+    def pairs() -> Iterator[tuple[int, list[int]]]:
+        for index in range(config.num_prompts):
+            if index == _ENOUGH + config.batch:
+                check(chosen())  # a target that writes nothing but noise
+            yield index, opening.ids
+
+    with Responses(path) as turns:
+        if len(turns) < config.num_prompts and time.monotonic() < until_s:
+            limit = config.turns.max_tokens or (_CHAT_TURN if opening.before else _PIECE)
+            decode(
+                config,
+                decoder,
+                turns,
+                pairs(),
+                config.num_prompts,
+                what="prompts that the target writes",
+                longest=max(config.max_prompt_tokens or 0, len(opening.ids)),
+                max_new_tokens=limit,
+                until_s=until_s,
+                sampler=sampler,
+                stop=opening.stop,
+                stop_tokens=opening.stop_tokens,
+            )
+    found = check(chosen())
+    rows = (opening.row(index, text) for index, text in found.texts.items())
+    report.write_text(folder / PROMPTS, "".join(json.dumps(row) + "\n" for row in rows))
+    ids = ((i, opening.prompt(text, target.tokenizer)) for i, text in found.texts.items())
+    return found, [*ids]
+
+
 def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     """Runs or continues the experiment and returns its report.
 
@@ -221,27 +425,40 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
       SpecJaxError: A config, a model or a prompt cannot be used, or the work directory is that of
         another experiment.
     """
+    begin_s = time.monotonic()
     config = resolve(config)
+    is_self = config.prompt_source == "self"
+    minutes = config.minutes or math.inf
     where = MeshOptions.of(config)
     with Notice("loading the models", is_line=True):
         decoder = load_decoder(config, where)
-    total, prompts, notes = prompts_of(config, decoder)
+    notes: list[str] = []
+    if not is_self:
+        total, prompts, notes = prompts_of(config, decoder)
     num_said = len(notes)
     for note in notes:
         print(note, flush=True)
     folder = cli.make_workdir("regenerate", workdir)
     resolved = json.loads(config.to_json())
+    if not is_self:  # as runs were saved that knew nothing else
+        resolved = {name: x for name, x in resolved.items() if name not in _OF_SELF}
     saved = folder / "config.json"
     sums = cli.inputs_of(resolved, _BY_IDS)
-    with contextlib.ExitStack() as stack:
-        responses = stack.enter_context(Responses(folder / "responses.jsonl"))
-        if len(responses) and processes.is_writer():
+    with Responses(folder / "responses.jsonl") as responses:
+        is_begun = len(responses) or is_self and (folder / TURNS).exists()
+        if is_begun and processes.is_writer():
             known = cli.read_saved(saved)
             more = _FREE_IN_FLOAT32 if config.dtype == "float32" else ()
             cli.check_same(known, resolved, (*_FREE, *more))
             sums = cli.check_inputs(folder, sums)
         head = report.begin("regenerate", folder, resolved)
         report.write_json(folder / cli.INPUTS, sums)
+        written = None
+        if is_self:
+            until_s = begin_s + 60 * minutes * _SHARE_OF_PROMPTS
+            written, prompts = write_prompts(config, decoder, folder, until_s)
+            print("\n".join(written.sentences()), flush=True)
+            total = len(prompts)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)
         longest = config.max_prompt_tokens
         if longest is None:  # of a file, whose prompts are encoded to know
@@ -254,82 +471,47 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
             room = room_for_prompt(decoder.target, config.max_new_tokens)
             longest = max((len(ids) for _, ids in prompts if len(ids) <= room), default=1)
         num_before = len(responses)
-        begin_s = time.monotonic()
-        stats = Stats()
-        num_left_out = 0
-        waiting: dict[int, list[int]] = {}
-        bar = stack.enter_context(
-            Progress(total, "prompts", num_done=num_before, every_s=config.log_every_s)
-        )
-
-        def queued() -> Iterator[tuple[int, list[int]]]:
-            nonlocal num_left_out
-            for index, ids in responses.unanswered(prompts):
-                if len(ids) > longest:
-                    num_left_out += 1
-                    bar.step("one prompt is too long")
-                    continue
-                waiting[index] = ids
-                yield index, ids
-
-        queue = DecodeQueue(
+        session = decode(
+            config,
             decoder,
-            queued(),
-            batch=config.batch,
-            max_prompt_tokens=longest,
+            responses,
+            prompts,
+            total,
+            what="prompts",
+            longest=longest,
             max_new_tokens=config.max_new_tokens,
+            until_s=begin_s + 60 * minutes,
         )
-        for index, row in queue:
-            sampler = sampler_of(decoder.target_sampler, index)
-            responses.add(
-                {
-                    "index": index,
-                    "prompt_ids": waiting.pop(index),
-                    "response_ids": list(row.tokens),
-                    "text": row.text,
-                    "finish_reason": row.finish_reason,
-                    "temperature": sampler.temperature,
-                    "seed": sampler.seed,
-                }
-            )
-            stats += row.stats
-            bar.step(
-                f"{stats.emitted / (time.monotonic() - begin_s):.0f} tok/s"
-                + useful_text(queue.usage.share),
-                share=share_done(
-                    queue.usage.useful + queue.tail.useful,
-                    config.max_new_tokens,
-                    len(responses) - num_before,
-                    min(len(waiting), config.batch),
-                    total - len(responses) - num_left_out,
-                    num_before,
-                ),
-            )
         for note in notes[num_said:]:  # found on the way
             print(note, flush=True)
-        elapsed_s = time.monotonic() - begin_s
+        stats = session.stats
         result = head | {
             "mesh": where.facts(
                 decoder.target, [decoder.draft] if decoder.draft else [], config.batch
             ),
             "prompts": total,
-            "left_out": num_left_out,
+            "left_out": session.num_left_out,
             "notes": notes,
             "responses": len(responses),
             "tokens": responses.num_tokens,
             "finish_reasons": dict(responses.finish_reasons),
-            "session": {  # compilation is included in its time
+            "session": {  # elapsed_s has compilation, run_s the prompts that the target wrote
                 "responses": len(responses) - num_before,
                 "tokens": stats.emitted,
-                "elapsed_s": round(elapsed_s, 1),
-                "tokens_per_s": round(stats.emitted / elapsed_s, 1),
-                "useful_share": queue.usage.share,
-                "useful_share_with_tail": queue.usage.plus(*queue.tail).share,
+                "elapsed_s": round(session.elapsed_s, 1),
+                "run_s": round(decoder.stats.prefill_s + decoder.stats.decode_s, 1),
+                "tokens_per_s": round(stats.emitted / session.elapsed_s, 1),
+                "useful_share": session.usage.share,
+                "useful_share_with_tail": session.usage.plus(*session.tail).share,
                 "tau": stats.tau,
                 "acceptance_rate": stats.acceptance_rate,
             },
         }
-    sections = [Section("", [*said(result), *notes])]
+        sections = [Section("", [*said(result), *notes])]
+        if written is not None:
+            left_out = {"left_out": dict(written.left_out), "samples": written.samples}
+            result["written"] = left_out | {"used": len(written.texts)}
+            sections.append(Section("Prompts of the target", written.sentences()))
     report.finish(folder, result, "Responses of the target", sections)
     return result
 

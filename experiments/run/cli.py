@@ -283,8 +283,15 @@ def enable_compilation_cache() -> None:
 
 
 def command(experiment: str) -> str:
-    """Returns the command line of this run, for its report."""
-    return shlex.join(["python", "-m", f"experiments.{experiment}", *sys.argv[1:]])
+    """Returns the command line of this run, for its report.
+
+    Args:
+      experiment: The experiment, unless another one that was started runs it.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    is_started = spec is not None and spec.name.startswith("experiments.")
+    name = spec.name if is_started else f"experiments.{experiment}"
+    return shlex.join(["python", "-m", name, *sys.argv[1:]])
 
 
 def make_workdir(experiment: str, workdir: str | pathlib.Path | None) -> pathlib.Path:

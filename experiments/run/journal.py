@@ -66,15 +66,26 @@ class Journal(contextlib.AbstractContextManager):
             file.truncate(end)
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes lines together, and returns when they are on disk."""
+        """Writes lines together, and returns when they are on disk.
+
+        Raises:
+          ConfigError: They cannot be written, as on a full disk.
+        """
         if not processes.is_writer():
             return
-        if self._file is None:
-            self._file = open(self.path, "a", encoding="utf-8")
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        self._file.write(text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            if self._file is None:
+                self._file = open(self.path, "ab", buffering=0)
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} could not be written: {error}; make room and run the same command "
+                "again: what was written before is kept"
+            ) from error
 
     def truncate(self, num_lines: int) -> None:
         """Keeps the first lines only."""

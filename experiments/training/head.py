@@ -38,10 +38,13 @@ from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.means import merge, report
 from spec_jax.train.objective import Batch, row_keys, target_view, with_view
-from spec_jax.train.optimizer import make_optimizer
+from spec_jax.train.optimizer import make_optimizer, with_end
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
+
+
+_ENDLESS = 1 << 30  # steps of a run whose end is not known when its step is compiled
 
 
 class NewHead(NamedTuple):
@@ -234,10 +237,10 @@ def validate(config: ConfigDict) -> None:
 
     cli.require_positive(config, "steps batch log_every")
     cli.require_positive(config, "accumulate", "optimizer")
-    cli.require_positive(
-        config, "num_draft num_prompts prompt_tokens max_new_tokens batch windows", "eval"
-    )
+    cli.require_positive(config, "num_draft prompt_tokens max_new_tokens batch windows", "eval")
     texts.validate(config)
+    check(config.minutes is None or config.minutes > 0, "minutes", "a number above 0, or none")
+    check(config.eval.num_prompts >= 0, "eval.num_prompts", "0 (no evaluation) or more")
     check(config.eval.every >= 0, "eval.every", "0 (only at the end) or more")
     check(config.length >= 3, "length", "at least 3, a pair and what follows it")
     is_fit = 1 <= config.loss.num_steps <= config.length - 2
@@ -334,7 +337,9 @@ class HeadExperiment:
             jax.eval_shape(check_begins, self.target.params, window, window)
         self.spec = make_head(config, self.target, self.texts, used, self.placement)
         options = {name: x for name, x in config.optimizer.items() if name != "accumulate"}
-        self.optimizer = make_optimizer(**options, steps=config.steps)
+        self.optimizer = make_optimizer(**options, steps=_ENDLESS if config.minutes else config.steps)
+        if config.minutes:
+            self.optimizer = with_end(self.optimizer, config.optimizer.decay_share)
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
@@ -364,15 +369,17 @@ class HeadExperiment:
         self._objective = self.placement.jit(lambda *args: replicate(self.spec.measure(*args)))
         head = self.spec.loaded({})
         options = config.eval
-        self._prompts = texts.prompts(
-            self.held_out,
-            config.data,
-            self.target,
-            path=options.prompts,
-            num_prompts=options.num_prompts,
-            prompt_tokens=options.prompt_tokens,
-            max_new_tokens=options.max_new_tokens,
-        )
+        self._prompts = []
+        if options.num_prompts:
+            self._prompts = texts.prompts(
+                self.held_out,
+                config.data,
+                self.target,
+                path=options.prompts,
+                num_prompts=options.num_prompts,
+                prompt_tokens=options.prompt_tokens,
+                max_new_tokens=options.max_new_tokens,
+            )
         setting = [self._prompts, options.num_draft, options.max_new_tokens]
         self.evaluations = Evaluations(workdir, setting)
         drafts = SpeculativeConfig(head.method, config.eval.num_draft)
@@ -390,6 +397,7 @@ class HeadExperiment:
         self.loop = {
             "tokens_per_step": lambda batch: batch.tokens.size,
             "eval_every": options.every,
+            "evaluate": self.evaluate if options.num_prompts else None,
             "best_by": "tau",
             "describe_batch": self._describe,
         }
@@ -462,8 +470,8 @@ class HeadExperiment:
         self, folder: pathlib.Path, state: TrainState, saved: Checkpoints, log: Log
     ) -> Exported:
         """Exports the state with the highest tau, or the last one if the config says so."""
-        step, tau = saved.best
-        is_last = self.config.export_from == "last"
+        step, tau = saved.best or (0, math.nan)
+        is_last = self.config.export_from == "last" or not saved.best
         if not is_last:
             try:
                 state = saved.restore_best(state)
@@ -492,5 +500,6 @@ class HeadExperiment:
             replace_modules(folder / "model", head, source, self.target.config)
         choice = self.evaluations.choice(step)
         summary = f"tau {tau:.2f} at step {step}" if choice is None else describe(choice)
+        summary = summary if self._prompts else f"step {step}, not evaluated"
         figures = {"tau": tau, "step": step}
         return Exported(figures, summary, ("training.png",), {"choice": choice})

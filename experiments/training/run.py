@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from absl import logging
 from ml_collections import ConfigDict
 
@@ -20,7 +23,12 @@ from spec_jax.show.tables import Section, Table
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
+from spec_jax.train.optimizer import set_end
 from spec_jax.train.step import TrainState
+
+
+_TRIAL_STEPS = 4  # of which the first compiles
+_TRIAL_S = 2.0
 
 
 class Exported(NamedTuple):
@@ -109,6 +117,7 @@ def train(
       ConfigError: The work directory holds another experiment.
       TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
     """
+    begin_s = time.monotonic()
     folder = cli.make_workdir(name, workdir).absolute()
     resolved = json.loads(config.to_json())
     for key in hidden:
@@ -139,21 +148,27 @@ def train(
         report.write_json(folder / cli.INPUTS, sums)
         used = ["\n".join(texts.usage_lines(one)) for one in usage]
         _write_report(folder, experiment.title, entries, used)
-        with Log(folder, first, config.steps) as log:
+        num_steps = config.steps
+        if minutes := config.get("minutes"):
+            num_steps = int(state.opt_state.end)
+            if not num_steps:  # a new run
+                left_s = begin_s + 60 * minutes - time.monotonic()
+                num_steps = steps_within(experiment, left_s, config.steps)
+                state = state.replace(opt_state=set_end(state.opt_state, num_steps))
+        with Log(folder, first, num_steps) as log:
             for line in used:
                 log.say(line)
-            log.say(f"{experiment.summary}, from step {first} of {config.steps}")
+            log.say(f"{experiment.summary}, from step {first} of {num_steps}")
             state, is_done = train_loop(
                 state,
                 step_fn=experiment.step,
                 batch_at=experiment.batch_at,
-                num_steps=config.steps,
+                num_steps=num_steps,
                 checkpoints=checkpoints,
                 log=log,
                 log_every=config.log_every,
-                evaluate=experiment.evaluate,
                 checkpoint_every_s=config.checkpoint_every_s,
-                **experiment.loop,
+                **{"evaluate": experiment.evaluate, **experiment.loop},
             )
             if not is_done:
                 log.say(f"to go on: {cli.command(name)}")
@@ -164,6 +179,30 @@ def train(
     summary = [exported.summary] if exported.summary else []
     print("; ".join([*summary, f"exported to {folder / 'export'}"]))
     return exported.figures
+
+
+def seconds_per_step(experiment: Experiment) -> float:
+    """Returns how long a step takes, without compilation. The steps are not part of the run."""
+    state = experiment.init_state()
+    begin_s = math.inf
+    step = 0
+    while step < _TRIAL_STEPS or time.monotonic() - begin_s < _TRIAL_S:
+        state, figures = experiment.step(state, experiment.batch_at(step))
+        jax.block_until_ready(figures)
+        begin_s = min(begin_s, time.monotonic())  # after the first one, which compiles
+        step += 1
+    return (time.monotonic() - begin_s) / (step - 1)
+
+
+def steps_within(experiment: Experiment, seconds: float, most: int) -> int:
+    """Returns how many steps a run has that may take so long, at most ``most``; at least one."""
+    end_s = time.monotonic() + seconds
+    with Notice("measuring the time of a step", is_line=True):
+        each_s = seconds_per_step(experiment)
+    left_s = end_s - time.monotonic()
+    steps = min(max(1, int(left_s / each_s)), most)
+    print(f"{each_s:.3g} s a step: {steps} steps in the {left_s:.0f} s that are left", flush=True)
+    return steps
 
 
 def _write_report(

@@ -93,6 +93,9 @@ class DecodeQueue:
         of an index and a prompt. They are pulled as rows become free, at most two batches ahead of
         the yielded results.
       batch: B, rows decoded together; fewer if there are fewer prompts.
+      refill: rows that must have ended before prompts take their places. More than half of the
+        batch are fed in one call, which takes an accelerator as long as one prompt alone; but rows
+        are idle until then.
       max_prompt_tokens: length of the longest prompt to come; sets the number of slots. None: found
         by encoding all prompts of a list; an iterator needs the number.
       max_new_tokens: maximum output tokens of a row; by default the limit of the decoder's config,
@@ -130,6 +133,7 @@ class DecodeQueue:
         prompts: Iterable[Prompt | Numbered],
         *,
         batch: int,
+        refill: int = 1,
         max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         max_length: int | None = None,
@@ -160,6 +164,7 @@ class DecodeQueue:
         )
         self._driver = Driver(decoder, options, decoder.totals.add)
         self._batch = check_integer("batch", batch, 1)
+        self._refill = check_integer("refill", refill, 1)
         if max_prompt_tokens is None:
             if isinstance(prompts, Iterable) and not isinstance(prompts, Sized):
                 raise ConfigError(
@@ -206,6 +211,7 @@ class DecodeQueue:
         taken = dict(enumerate(self._pull(self._batch)))
         B = len(taken)
         finished = []
+        ended: list[int] = []  # places whose text has ended, and which wait for more
         while taken or driver.rows or self._feeding:
             try:
                 self._insert(taken)
@@ -214,10 +220,10 @@ class DecodeQueue:
                     break
                 ending = np.full(B, Finish.CANCELLED if is_over else Finish.RUNNING, np.int32)
                 # The others have ended on the host, and may be active on the device yet.
-                ending[[*{*range(B)} - {*driver.rows}]] = Finish.STOP_STRING
+                ending[[*{*range(B)} - {*driver.rows}, *ended]] = Finish.STOP_STRING
                 limit = ROUNDS_BETWEEN if self._feeding else ROUNDS_UNWATCHED
                 driver.state, driver.chunk = driver.engine.generate(
-                    driver.state, ending, driver.num_rounds(limit), len(driver.rows)
+                    driver.state, ending, driver.num_rounds(limit), self._min_active()
                 )
             except Exception as error:  # what had finished is yielded first
                 self._error = error
@@ -231,14 +237,21 @@ class DecodeQueue:
                 self.usage = self.usage.plus(*rounds)
             has_ended = (finish != Finish.RUNNING) | (ending != Finish.RUNNING)
             free = [place for place in driver.rows if has_ended[place]]
+            if len(free) <= len(driver.rows) - self._min_active():
+                free = []  # they wait for more
             finished = []
             for place in free:
                 record = driver.engine.read_row(driver.state, place)
                 finished.append((driver.rows.pop(place), record))
+            ended = [place for place in driver.rows if ending[place] != Finish.RUNNING]
             taken = dict(zip(free, self._pull(len(free))))
         yield from map(self._collect, finished)
         if self._error is not None:
             raise self._error
+
+    def _min_active(self) -> int:
+        """Rounds run while so many rows are active: until ``refill`` of them have ended."""
+        return max(len(self._driver.rows) - self._refill, 0) + 1
 
     def _pull(self, limit: int) -> list[_Request]:
         found = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from spec_jax.config.checks import check_name
@@ -89,6 +91,45 @@ def make_optimizer(
             muon_weight_dimension_numbers=_inner_matrices,
         )
     return optax.chain(optax.clip_by_global_norm(clip), update)
+
+
+class EndState(NamedTuple):
+    """The state of ``with_end``."""
+
+    inner: Any
+    count: jax.Array  # i32[], updates done
+    end: jax.Array  # i32[], updates of the whole run; 0 until it is known
+
+
+def with_end(
+    optimizer: optax.GradientTransformation, decay_share: float
+) -> optax.GradientTransformation:
+    """Lets the updates of an optimizer fall to zero at an end that its state holds.
+
+    The last updates fall as those of ``warmup_stable_decay``. The end may be set when the step is
+    compiled already, see ``set_end``.
+
+    Args:
+      optimizer: Of constant rates.
+      decay_share: The part of the updates over which they fall.
+    """
+
+    def init(params):
+        return EndState(optimizer.init(params), jnp.int32(0), jnp.int32(0))
+
+    def update(updates, state, params=None):
+        updates, inner = optimizer.update(updates, state.inner, params)
+        falling = jnp.maximum(1.0, jnp.round(state.end * decay_share))
+        scale = jnp.clip((state.end - state.count) / falling, 0.0, 1.0)
+        updates = jax.tree.map(lambda x: x * scale, updates)
+        return updates, EndState(inner, state.count + 1, state.end)
+
+    return optax.GradientTransformation(init, update)
+
+
+def set_end(state: EndState, end: int) -> EndState:
+    """Returns the state of ``with_end`` with a number of updates of the whole run."""
+    return state._replace(end=jnp.full_like(state.end, end))
 
 
 def _inner_matrices(params):

@@ -68,9 +68,9 @@ def test_every_prompt_gives_its_greedy_stream():
     expected = {i: alone(decoder, i, prompt) for i, prompt in enumerate(PROMPTS)}
     assert len({len(tokens) for tokens, *_ in expected.values()}) > 2
     pairs = list(enumerate(PROMPTS))
-    for order in (pairs, pairs[::-1]):
+    for order, refill in ((pairs, 1), (pairs[::-1], 1), (pairs, 2), (pairs, 3)):
         decoder.reset_stats()
-        rows = dict(DecodeQueue(decoder, order, batch=3, **LIMITS))
+        rows = dict(DecodeQueue(decoder, order, batch=3, refill=refill, **LIMITS))
         assert {i: summary(g) for i, g in rows.items()} == expected
         assert counts(decoder.stats) == counts(sum_of(rows))
 

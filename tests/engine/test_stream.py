@@ -58,12 +58,13 @@ def test_calls_streams_and_queues_end_at_a_special_token_of_a_stop_string(decode
     for row, piece in decoder.stream(prompts, NEW, stop=stops):
         pieces[row] += piece
     assert pieces == ["é數", ""]
-    decoder.reset_stats()
-    options = dict(batch=2, max_prompt_tokens=4, max_new_tokens=NEW)
-    found = dict(DecodeQueue(decoder, [*prompts, "a"], stop=stops, **options))
-    whole = lambda row: (row.text, row.tokens, row.finish_reason, row.stats.emitted)
-    assert [whole(found[i]) for i in range(3)] == [whole(rows[i]) for i in (0, 1, 0)]
-    assert decoder.stats.emitted == sum(len(row.tokens) for row in found.values())
+    for refill in (1, 2):
+        decoder.reset_stats()
+        options = dict(batch=2, refill=refill, max_prompt_tokens=4, max_new_tokens=NEW)
+        found = dict(DecodeQueue(decoder, [*prompts, "a"], stop=stops, **options))
+        whole = lambda row: (row.text, row.tokens, row.finish_reason, row.stats.emitted)
+        assert [whole(found[i]) for i in range(3)] == [whole(rows[i]) for i in (0, 1, 0)]
+        assert decoder.stats.emitted == sum(len(row.tokens) for row in found.values())
 
 
 def test_an_error_of_the_callback_reaches_the_caller_and_the_decoder_survives(decoder):

@@ -17,6 +17,7 @@ from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_
 from spec_jax.data import python_source
 from spec_jax.data.records import read_records
 from spec_jax.data.splits import HeldOut
+from spec_jax.data.user_turns import Opening, choose
 from spec_jax.engine.queue import DecodeQueue
 from spec_jax.errors import ConfigError
 from spec_jax.models import checkpoint
@@ -234,3 +235,110 @@ def test_every_answer_of_a_conversation_is_written_anew(pair, tmp_path, capsys):
     assert said in capsys.readouterr().out
     several = {"u:x;a:!", "u:x;a:y;u:z;a:!"} if 0 in kept else set()
     assert found == several | {"u:u;a:!"} | {f"u:{i - 2};a:!" for i in kept if i > 1}
+
+
+CHAT = "<|endoftext|>u:{{ messages[0].content }}<|endoftext|>a:"
+
+
+@pytest.fixture(scope="module")
+def chat_target(pair, tmp_path_factory):
+    """The target with a chat template, whose turns end with a special token."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(pair / "target", folder)
+    (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    return folder
+
+
+def of_self(target, **changes):
+    options = dict(target=str(target), draft="", prompt_source="self", num_prompts=40)
+    options |= dict(max_prompt_tokens=24, **{"turns.max_tokens": 12})
+    config = small(target.parent, draft="")
+    config.update_from_flattened_dict(options | changes)
+    return config
+
+
+def jsonl(path):
+    return [*map(json.loads, path.read_text(encoding="utf-8").splitlines())]
+
+
+@pytest.fixture(scope="module")
+def written(chat_target, tmp_path_factory):
+    """Folder and report of a run whose target wrote the prompts."""
+    folder = tmp_path_factory.mktemp("written")
+    return folder, regenerate(of_self(chat_target), folder)
+
+
+def test_the_target_writes_prompts_that_depend_on_their_index_alone(written, chat_target):
+    folder, report = written
+    decoder = SpeculativeDecoder(load_model(chat_target))
+    tokenizer = decoder.target.tokenizer
+    opening = Opening.of(tokenizer, decoder.target.stop_tokens)
+    turns = {row["index"]: row for row in jsonl(folder / "turns.jsonl")}
+    assert sorted(turns) == [*range(40)] and opening.before == "<|endoftext|>u:"
+    for index in (0, 17):
+        sampler = SamplerConfig(1.0, top_p=0.95, seed=(1 << 31) + index)
+        stops = dict(stop_tokens=opening.stop_tokens)
+        alone = decoder.generate(opening.ids, 12, sampler=sampler, **stops)
+        assert tuple(turns[index]["response_ids"]) == alone.tokens
+    chosen = choose(turns.values(), opening, tokenizer, 2)
+    assert {*chosen.left_out} >= {"short", "unfinished"} and len(chosen.texts) > 5
+    prompts = jsonl(folder / "prompts.jsonl")
+    assert prompts == [opening.row(i, text) for i, text in chosen.texts.items()]
+    rows = {row["index"]: row for row in map(json.loads, lines(folder))}
+    assert {i: opening.prompt(x, tokenizer) for i, x in chosen.texts.items()} == {
+        i: row["prompt_ids"] for i, row in rows.items()
+    }
+    assert report["written"]["left_out"] == dict(chosen.left_out)
+    said = (folder / "report.md").read_text(encoding="utf-8")
+    assert "the target wrote 40 prompts" in said and "shorter than the limit: '" in said
+
+
+def test_more_prompts_are_written_by_a_run_that_goes_on(written, chat_target, tmp_path):
+    shutil.copytree(written[0], tmp_path / "run")
+    report = regenerate(of_self(chat_target, num_prompts=46), tmp_path / "run")
+    before, after = (jsonl(folder / "prompts.jsonl") for folder in (written[0], tmp_path / "run"))
+    assert after[: len(before)] == before and len(after) == report["responses"]
+
+
+def test_a_target_whose_prompts_are_all_noise_is_refused(written, chat_target, tmp_path):
+    shutil.copytree(written[0], tmp_path / "run")
+    for name in ("responses.jsonl", "config.json"):
+        (tmp_path / "run" / name).unlink()
+    saved = json.loads((written[0] / "config.json").read_text()) | {"min_prompt_tokens": 13}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    config = of_self(chat_target, min_prompt_tokens=13, max_prompt_tokens=24)
+    with pytest.raises(ConfigError, match="none of 40 prompts .*shorter.* give prompts, --config.pr"):
+        regenerate(config, tmp_path / "run")
+    assert len(jsonl(tmp_path / "run" / "turns.jsonl")) == 40
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("file, count", [("turns.jsonl", 9), ("responses.jsonl", 3)])
+def test_a_killed_run_writes_the_same_prompts(written, chat_target, tmp_path, file, count):
+    with killed_at(file, count):
+        regenerate(of_self(chat_target), tmp_path)
+    regenerate(of_self(chat_target, batch=5, refill=4), tmp_path)
+    prompts = [(folder / "prompts.jsonl").read_bytes() for folder in (tmp_path, written[0])]
+    assert prompts[0] == prompts[1]
+    for name in ("turns.jsonl", "responses.jsonl"):
+        assert sorted(jsonl(tmp_path / name), key=str) == sorted(jsonl(written[0] / name), key=str)
+
+
+@pytest.mark.exhaustive
+def test_a_model_without_a_template_writes_from_its_own_start(pair, tmp_path):
+    regenerate(of_self(pair / "target", min_prompt_tokens=2), tmp_path)
+    tokenizer = Tokenizer.from_directory(pair / "target")
+    start = tokenizer.token_id("<|endoftext|>")
+    turns = jsonl(tmp_path / "turns.jsonl")
+    assert all(row["prompt_ids"] == [start] for row in turns)
+    prompts = {row["index"]: row["prompt"] for row in jsonl(tmp_path / "prompts.jsonl")}
+    whole = {row["index"] for row in turns if row["finish_reason"] == "length"}
+    assert prompts and {*prompts} <= whole
+    rows = jsonl(tmp_path / "responses.jsonl")
+    assert all(tokenizer.encode(prompts[row["index"]]) == row["prompt_ids"] for row in rows)
+
+
+def test_a_run_ends_when_its_time_is_over(pair, tmp_path):
+    report = regenerate(small(pair, minutes=1e-6), tmp_path)
+    assert 0 < report["responses"] < COUNT
+    assert regenerate(small(pair), tmp_path)["responses"] == COUNT

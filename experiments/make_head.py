@@ -1,0 +1,330 @@
+r"""Makes a draft head for a target from the target alone, in the time that is given.
+
+    python -m experiments.make_head --workdir=runs/head
+    python -m experiments.make_head --workdir=DIR --config.target=PATH \
+        --config.minutes=60
+
+The target writes text (experiments.regenerate), a head is trained on it
+(experiments.train_head), compared with plain decoding on prompts that were held
+out (experiments.evaluate), and exported. Before it starts the command measures
+how fast the machine is, and says what it will do. If it is stopped, the same
+command goes on; what is planned stays in plan.json, so that the result is the
+same. A run leaves text/, head/, evaluation/, for_vllm/ and report.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from configs import evaluate_zoo, make_head_default, regenerate_zoo, train_head_default
+from experiments import evaluate, regenerate, train_head
+from experiments.run import cli, report
+from experiments.training.head import HeadExperiment
+from experiments.training.run import seconds_per_step
+from spec_jax import processes
+from spec_jax.data.user_turns import Opening
+from spec_jax.drafters import registry
+from spec_jax.errors import ConfigError
+from spec_jax.loading import LoadedModel, load_draft, load_model
+from spec_jax.models.files import write_text
+from spec_jax.show.tables import Section, Table
+
+_LARGE = 8192  # U of a target that has more ids
+_ROWS = {True: 32, False: 512}  # decoded together, on a CPU and off it
+_BATCH = {True: 4, False: 32}
+_LENGTH = {True: 258, False: 1026}
+_EVALUATION = 0.15  # of the time, with the export
+_MARGIN = 0.1  # of the time that is left, for what takes longer than it did when it was measured
+_LEAST = 64  # prompts of the text
+# Tau by tokens trained on, measured with this recipe: see docs/measurements.md.
+CURVES: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {}
+
+
+def expected_tau(target: str, objective: str, num_tokens: float) -> float | None:
+    """Returns tau by the curve that was measured for a target, or None where there is none."""
+    curve = CURVES.get((target, objective))
+    if not curve:
+        return None
+    tokens, taus = zip(*curve)
+    return float(np.interp(math.log(num_tokens), np.log(tokens), taus))
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Checks a config and returns it with all that does not depend on the time.
+
+    Raises:
+      ConfigError: A key is unknown or missing, or a value is out of range.
+    """
+    cli.check_keys(config, make_head_default.get_config())
+    config = config.copy_and_resolve_references()
+    is_cpu = jax.default_backend() == "cpu"
+    for name, usual in (("rows", _ROWS), ("batch", _BATCH), ("length", _LENGTH)):
+        if config[name] is None:
+            config[name] = usual[is_cpu]
+    if config.prompt_source is None:
+        is_zoo = config.target == make_head_default.get_config().target
+        source = "library" if is_zoo else "self"
+        config.prompt_source = "file" if config.prompts else source
+    cli.require_positive(config, "k max_new_tokens rows batch length num_questions")
+    cli.require_each(
+        config,
+        (config.minutes > 0, "minutes", "a number above 0"),
+        (config.epochs > 0, "epochs", "a number above 0"),
+        (config.num_prompts is None or config.num_prompts >= _LEAST, "num_prompts", f"{_LEAST} up"),
+        (config.steps is None or config.steps >= 1, "steps", "1 or more"),
+    )
+    return config
+
+
+def text_config(config: ConfigDict, num_prompts: int) -> ConfigDict:
+    """Returns the config of experiments.regenerate."""
+    text = regenerate_zoo.get_config()
+    is_cpu = jax.default_backend() == "cpu"
+    for name in ("target", "prompt_source", "prompts", "max_new_tokens", "seed"):
+        text[name] = config[name]
+    text.update(num_prompts=num_prompts, batch=config.rows)
+    if not is_cpu:
+        text.update(dtype="bfloat16", refill=config.rows)
+    return text
+
+
+def head_config(config: ConfigDict, folder: pathlib.Path, target: LoadedModel, steps: int):
+    """Returns the config of experiments.train_head."""
+    head = train_head_default.get_config()
+    _, training = registry.objectives()[config.objective]
+    size = config.draft_vocab_size
+    if size is None:
+        size = _LARGE if target.config.vocab_size > _LARGE else 0
+    head.update(target=config.target, objective=config.objective, seed=config.seed, steps=steps)
+    head.update(batch=config.batch, length=config.length, export_from="last")
+    if "draft_vocab_size" in training.options:
+        head.head.draft_vocab_size = size
+    if "num_steps" in training.objective().options:
+        head.loss.num_steps = config.k
+    head.data.update(text="", responses=str(folder / "training.jsonl"))
+    head.data.has_document_masks = target.model.can_rewind
+    head.optimizer.update(matrix_lr=0.03, warmup=max(1, min(20, steps // 10)))
+    head.eval.update(every=0, num_draft=config.k)
+    return head
+
+
+def evaluation_config(config: ConfigDict, folder: pathlib.Path) -> ConfigDict:
+    """Returns the config of experiments.evaluate."""
+    found = evaluate_zoo.get_config()
+    found.update(target=config.target, drafts=f"{folder / 'head' / 'export'},ngram")
+    found.update(data=str(folder / "questions.jsonl"), num_prompts=0, ks=(config.k,))
+    return found
+
+
+def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) -> dict[str, int]:
+    """Writes training.jsonl and questions.jsonl: the responses by index, and prompts held out.
+
+    Returns:
+      How many "questions", "responses" and "tokens" there are; the latter two of the training.
+
+    Raises:
+      ConfigError: The responses are empty.
+    """
+    lines = (folder / "text" / "responses.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted(map(json.loads, lines), key=lambda row: row["index"])
+    if sum(len(row["response_ids"]) > 1 for row in rows) * 2 < len(rows):
+        raise ConfigError(
+            f"most of the {len(rows)} responses of {target.name} end with their first token, so "
+            "there is nothing to learn: check its chat template and its stop tokens, or give "
+            "prompts of the form that it was trained on, --config.prompts=FILE"
+        )
+    opening = Opening.of(target.tokenizer, target.stop_tokens)
+    questions = {}
+    for row in rows[:: max(1, len(rows) // (2 * config.num_questions))]:
+        text = target.tokenizer.decode(row["prompt_ids"], has_special=True)
+        text = text.removeprefix(opening.before).removesuffix(opening.after)
+        text = text if opening.before else target.tokenizer.decode(row["prompt_ids"])
+        is_same = opening.prompt(text, target.tokenizer) == row["prompt_ids"]
+        if is_same and text == text.strip() and len(questions) < config.num_questions:
+            questions[row["index"]] = opening.row(row["index"], text)
+    kept = [row for row in rows if row["index"] not in questions]
+    for name, found in (("questions", questions.values()), ("training", kept)):
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in found))
+    tokens = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in kept)
+    return {"questions": len(questions), "responses": len(kept), "tokens": tokens}
+
+
+def make_plan(
+    config: ConfigDict, folder: pathlib.Path, target: LoadedModel, end_s: float
+) -> dict[str, Any]:
+    """Measures how fast the machine is, and returns what there is time for.
+
+    The first prompts are those of the run itself, and are kept.
+
+    Args:
+      config: See ``configs/make_head_default.py``.
+      folder: The run's folder.
+      target: The target.
+      end_s: When everything is to have ended, by ``time.monotonic``.
+    """
+    num_trial = min(config.num_prompts or math.inf, max(_LEAST, config.rows))
+    result = regenerate.regenerate(text_config(config, num_trial), folder / "text")
+    prompt_s = result["session"]["run_s"] / num_trial
+    split = split_text(config, folder, target)
+    tokens_per_prompt = split["tokens"] / num_trial
+    step_s = 0.0
+    tokens_per_step = config.batch * config.length
+    if config.steps is None:
+        head = head_config(config, folder, target, 1000)
+        train_head.validate(head)
+        step_s = seconds_per_step(HeadExperiment(head, folder / "trial"))
+    left_s = (end_s - time.monotonic() - _EVALUATION * 60 * config.minutes) * (1 - _MARGIN)
+    steps_per_prompt = config.epochs * tokens_per_prompt / tokens_per_step
+    num_prompts = config.num_prompts
+    if num_prompts is None:
+        num_prompts = max(num_trial, int(left_s / (prompt_s + steps_per_prompt * step_s)))
+    steps = config.steps or max(1, int(steps_per_prompt * num_prompts))
+    tokens = steps * tokens_per_step
+    return {
+        "num_prompts": num_prompts,
+        "steps": steps,
+        "tokens": round(num_prompts * tokens_per_prompt),
+        "tokens_trained": tokens,
+        "prompt_s": prompt_s,
+        "step_s": step_s,
+        "text_s": prompt_s * (num_prompts - num_trial),
+        "head_s": steps * step_s,
+        "tau": expected_tau(config.target, config.objective, tokens),
+    }
+
+
+def sentences(config: ConfigDict, plan: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on what the run will do."""
+    tau = plan["tau"]
+    known = f"expected tau {tau:.2f}, by the curve that was measured for this target"
+    unknown = "no curve of tau has been measured for this target, so none is expected"
+    return [
+        f"text: {plan['num_prompts']} prompts ({config.prompt_source}), about "
+        f"{plan['tokens']:,} tokens, {plan['text_s'] / 60:.1f} minutes more",
+        f"head: {config.objective}, K = {config.k}, {plan['steps']} steps of "
+        f"{config.batch * config.length:,} tokens, {plan['head_s'] / 60:.1f} minutes",
+        unknown if tau is None else known,
+    ]
+
+
+def make_head(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any] | None:
+    """Runs or continues the experiment and returns its report.
+
+    Args:
+      config: See ``configs/make_head_default.py``.
+      workdir: The run's folder.
+
+    Returns:
+      The report; None if SIGTERM or Ctrl-C ended the training.
+
+    Raises:
+      SpecJaxError: The target or a value cannot be used, the disk is full, or the work directory
+        is that of another run.
+    """
+    begin_s = time.monotonic()
+    config = resolve(config)
+    folder = cli.make_workdir("make_head", workdir)
+    resolved = json.loads(config.to_json())
+    if (folder / "config.json").exists():
+        cli.check_same(cli.read_saved(folder / "config.json"), resolved)
+    if processes.count() > 1:
+        raise ConfigError("make_head runs in one process; expected no --num_processes")
+    head = report.begin("make_head", folder, resolved)
+    target = load_model(config.target)
+    if target.tokenizer is None:
+        raise ConfigError(f"{target.name} has no tokenizer; expected tokenizer.json beside it")
+    took = {}
+
+    def timed(name: str, run, *args) -> Any:
+        start_s = time.monotonic()
+        found = run(*args)
+        took[name] = round(time.monotonic() - start_s, 1)
+        return found
+
+    path = folder / "plan.json"
+    if not path.exists():
+        end_s = begin_s + 60 * config.minutes
+        report.write_json(path, timed("plan", make_plan, config, folder, target, end_s))
+    plan = cli.read_saved(path)
+    print("\n".join(sentences(config, plan)), flush=True)
+    written = text_config(config, plan["num_prompts"])
+    text = timed("text", regenerate.regenerate, written, folder / "text")
+    split = split_text(config, folder, target)
+    training = head_config(config, folder, target, plan["steps"])
+    if timed("head", train_head.train, training, folder / "head") is None:
+        return None
+    evaluated = timed(
+        "evaluation", evaluate.evaluate, evaluation_config(config, folder), folder / "evaluation"
+    )
+    lines = export(config, folder, target)
+    result = head | {"plan": plan, "text": split, "took_s": took}
+    result |= {"written": text.get("written"), "results": evaluated["results"], "use": lines}
+    _write_page(folder, result, [*sentences(config, plan)], evaluated)
+    print(f"\n{folder / 'report.md'}: all of it, and how to use the head:")
+    print("\n".join(lines))
+    return result
+
+
+def export(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) -> list[str]:
+    """Exports the head for servers, and returns the lines that load it here and there."""
+    here = folder / "head" / "export"
+    there = folder / "for_vllm"
+    head = load_draft(here, target)
+    _, training = registry.objectives()[config.objective]
+    if "speculators" in training.formats:
+        options = dict(dtype="bfloat16", num_speculative_tokens=config.k)
+        head.save(there, target, format="speculators", **options)
+    else:
+        there = here
+    method = "eagle" if config.objective == "eagle1" else config.objective
+    of_server = {"method": method, "model": str(there), "num_speculative_tokens": config.k}
+    return [
+        f"draft = spec_jax.load_draft({str(here)!r}, spec_jax.load_model({config.target!r}))",
+        f"vllm serve {config.target} --speculative-config '{json.dumps(of_server)}'",
+    ]
+
+
+def _write_page(folder, result, planned, evaluated) -> None:
+    rows = [
+        (r["cell"]["method"], f"{r['tau']['value']:.2f}", f"{r['speedup']['value']:.2f}")
+        for r in evaluated["results"]
+    ]
+    took = [(name, f"{seconds / 60:.1f}") for name, seconds in result["took_s"].items()]
+    text = result["text"]
+    written = [
+        f"{text['responses']} responses, {text['tokens']:,} tokens with their prompts; "
+        f"{text['questions']} prompts are held out"
+    ]
+    sections = [
+        Section("What was planned", planned),
+        Section("What came out", table=Table(("draft", "tau", "speed-up"), rows)),
+        Section("Text", written),
+        Section("Training", figure="head/training.png"),
+        Section("Minutes", table=Table(("part", "minutes"), took)),
+        Section("Use it", [f"`{line}`" for line in result["use"]]),
+        Section("", ["evaluation/report.html has the evaluation, and text/report.md the text."]),
+    ]
+    report.finish(folder, result, "A head", sections)
+
+
+def main() -> None:
+    if not _WORKDIR.value:
+        raise ConfigError("--workdir is not given; expected a new folder, or a run to continue")
+    cli.enable_compilation_cache()
+    make_head(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    _CONFIG, _WORKDIR = cli.define_flags(
+        make_head_default, "Folder of text, head, evaluation and report; continued if it has any."
+    )
+    cli.run(main)

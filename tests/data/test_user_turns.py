@@ -1,0 +1,87 @@
+"""Prompts that a model writes itself: where a turn begins, and which turns are used."""
+
+import random
+
+import pytest
+from support import chat_templates as chat
+
+from spec_jax.data.conversations import Encoder
+from spec_jax.data.records import Conversation, Text, parse_record
+from spec_jax.data.user_turns import Opening, choose
+from spec_jax.errors import ConfigError
+
+TURN = "What is two and two?"
+ENDS = {"ChatML": "<|im_end|>", "Llama 3": "<|eot_id|>", "generation": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("name", [*ENDS, "Mistral"])
+def test_a_turn_stands_where_the_template_has_the_user_speak(name):
+    tokenizer = chat.byte_level(chat.TEMPLATES[name])
+    opening = Opening.of(tokenizer, (1,))
+    prompt = Encoder(tokenizer).prompt(Conversation(chat.talk(TURN), None, ""))
+    assert opening.prompt(TURN, tokenizer) == prompt
+    assert prompt[: len(opening.ids)] == opening.ids
+    assert parse_record(opening.row(3, TURN), "").messages == chat.talk(TURN)
+    if name == "Mistral":
+        assert (opening.stop, opening.stop_tokens) == (("[/INST]",), (1,))
+    else:
+        assert opening.stop == () and {*opening.stop_tokens} == {1, tokenizer.token_id(ENDS[name])}
+
+
+def test_without_a_template_a_text_begins():
+    tokenizer = chat.byte_level()
+    opening = Opening.of(tokenizer, (1,))
+    assert opening.ids == tokenizer.encode("") == [0]
+    row = parse_record(opening.row(3, TURN), "here")
+    assert row == Text(TURN, "here")
+    assert opening.prompt(TURN, tokenizer) == Encoder(tokenizer).prompt(row)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ messages[0].content | upper }}", "writes the words of the user 0 times"),
+        ("u:{{ messages[0].content }}{{ messages[0].content }}", "the user 2 times"),
+        ("{{ messages[0].content }}!", "1 times, after ''"),
+        ("{{ raise_exception('no user') }}", "refuses the conversation: no user"),
+    ],
+)
+def test_a_template_that_does_not_write_what_the_user_says_is_refused(template, words):
+    with pytest.raises(ConfigError, match=words):
+        Opening.of(chat.byte_level(template), (1,))
+
+
+def turns_of(tokenizer, opening, *texts):
+    """Turns that ended, but for those whose text ends in three dots."""
+    end = opening.stop_tokens[0]
+    found = []
+    for index, text in enumerate(texts):
+        is_ended = not text.endswith("...")
+        ids = tokenizer.backend.encode(text, add_special_tokens=False).ids + [end] * is_ended
+        reason = "stop_token" if is_ended else "length"
+        found.append(dict(index=index, response_ids=ids, finish_reason=reason))
+    return found
+
+
+def test_noise_and_repeats_are_left_out_and_counted():
+    tokenizer = chat.byte_level(chat.CHATML)
+    opening = Opening.of(tokenizer, (1,))
+    other = "user: that is a café, and assistant system two"
+    texts = [TURN, "", "a", "is a café " * 9, f"{TURN}<|im_start|>", other, " what  IS two and two?"]
+    turns = turns_of(tokenizer, opening, *texts, "What is ...", TURN)
+    random.Random(0).shuffle(turns)
+    found = choose(turns, opening, tokenizer, 4)
+    assert found.texts == {0: TURN, 5: other} and [*found.texts] == [0, 5]
+    left = {"short": 2, "repetitive": 1, "tags": 1, "unfinished": 1, "duplicate": 2}
+    assert found.left_out == left
+    assert found.samples["duplicate"] == ["what  IS two and two?", TURN]
+    said = found.sentences()
+    assert said[0] == "the target wrote 9 prompts; 2 are used"
+    assert "left out 11.1%, with a tag of the chat template: 'What is two and two?<|im" in said[-2]
+
+
+def test_of_a_text_that_ended_nothing_is_left_to_continue():
+    tokenizer = chat.byte_level()
+    opening = Opening.of(tokenizer, (1,))
+    found = choose(turns_of(tokenizer, opening, TURN, f"{TURN}..."), opening, tokenizer, 4)
+    assert found.texts == {1: f"{TURN}..."} and found.left_out == {"ended": 1}
