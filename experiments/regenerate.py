@@ -6,7 +6,9 @@
 
 With ``self`` the target first writes the prompts, as its chat template has the
 user speak; what is noise or was written before is left out, and turns.jsonl and
-prompts.jsonl are kept, too. In a file of conversations, every answer is replaced by an answer of the target,
+prompts.jsonl are kept, too.
+
+In a file of conversations, every answer is replaced by an answer of the target,
 given the original turns before it. Rows that finish are refilled from the queue
 of prompts. A run leaves config.json, environment.json, inputs.json,
 responses.jsonl, report.json and report.md. responses.jsonl has one line for
@@ -366,9 +368,7 @@ def write_prompts(
     opening = Opening.of(target.tokenizer, target.stop_tokens)
     path = folder / TURNS
     sampler = SamplerConfig(
-        config.turns.temperature,
-        top_p=config.turns.top_p,
-        seed=(config.seed + _TURN_SEEDS) % 2**32,
+        config.turns.temperature, top_p=config.turns.top_p, seed=(config.seed + _TURN_SEEDS) % 2**32
     )
 
     def chosen() -> Chosen:

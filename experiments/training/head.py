@@ -43,7 +43,6 @@ from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
 
-
 _ENDLESS = 1 << 30  # steps of a run whose end is not known when its step is compiled
 
 
@@ -337,7 +336,9 @@ class HeadExperiment:
             jax.eval_shape(check_begins, self.target.params, window, window)
         self.spec = make_head(config, self.target, self.texts, used, self.placement)
         options = {name: x for name, x in config.optimizer.items() if name != "accumulate"}
-        self.optimizer = make_optimizer(**options, steps=_ENDLESS if config.minutes else config.steps)
+        self.optimizer = make_optimizer(
+            **options, steps=_ENDLESS if config.minutes else config.steps
+        )
         if config.minutes:
             self.optimizer = with_end(self.optimizer, config.optimizer.decay_share)
         self.frozen = self.target.params

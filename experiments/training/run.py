@@ -26,7 +26,6 @@ from spec_jax.train.loop import train_loop
 from spec_jax.train.optimizer import set_end
 from spec_jax.train.step import TrainState
 
-
 _TRIAL_STEPS = 4  # of which the first compiles
 _TRIAL_S = 2.0
 

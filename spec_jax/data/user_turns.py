@@ -81,7 +81,9 @@ class Opening(NamedTuple):
         first = encode(after)[:1]
         ends = tuple(i for i in first if i in tokenizer.special_texts)
         stop = () if ends else tuple(after.split()[:1])
-        return cls(encode(before), before, after, tuple(dict.fromkeys((*stop_tokens, *ends))), stop, tags)
+        return cls(
+            encode(before), before, after, tuple(dict.fromkeys((*stop_tokens, *ends))), stop, tags
+        )
 
     def row(self, index: int, text: str) -> dict[str, Any]:
         """Returns a turn as a line of a file of prompts."""

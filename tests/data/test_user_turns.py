@@ -67,7 +67,15 @@ def test_noise_and_repeats_are_left_out_and_counted():
     tokenizer = chat.byte_level(chat.CHATML)
     opening = Opening.of(tokenizer, (1,))
     other = "user: that is a café, and assistant system two"
-    texts = [TURN, "", "a", "is a café " * 9, f"{TURN}<|im_start|>", other, " what  IS two and two?"]
+    texts = [
+        TURN,
+        "",
+        "a",
+        "is a café " * 9,
+        f"{TURN}<|im_start|>",
+        other,
+        " what  IS two and two?",
+    ]
     turns = turns_of(tokenizer, opening, *texts, "What is ...", TURN)
     random.Random(0).shuffle(turns)
     found = choose(turns, opening, tokenizer, 4)
