@@ -6,6 +6,7 @@ Source: Magpie, Xu et al. 2024, arXiv 2406.08464.
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,9 +82,10 @@ class Opening(NamedTuple):
         first = encode(after)[:1]
         ends = tuple(i for i in first if i in tokenizer.special_texts)
         stop = () if ends else tuple(after.split()[:1])
-        return cls(
-            encode(before), before, after, tuple(dict.fromkeys((*stop_tokens, *ends))), stop, tags
-        )
+        ends = tuple(dict.fromkeys((*stop_tokens, *ends)))
+        # White space before a word may be a part of the word's token, which the model then writes.
+        ids = os.path.commonprefix([encode(before), encode(before + _MARK)]) or encode(before)
+        return cls(ids, before, after, ends, stop, tags)
 
     def row(self, index: int, text: str) -> dict[str, Any]:
         """Returns a turn as a line of a file of prompts."""
@@ -139,7 +141,8 @@ class Chosen(NamedTuple):
         lines = [f"the target wrote {total} prompts; {len(self.texts)} are used"]
         for reason, count in self.left_out.most_common():
             shown = ", ".join(f"{text!r:.80}" for text in self.samples[reason])
-            lines.append(f"left out {count / total:.1%}, {REASONS[reason]}: {shown}")
+            shown = shown and f": {shown}"
+            lines.append(f"left out {count / total:.1%}, {REASONS[reason]}{shown}")
         return lines
 
 
@@ -173,7 +176,7 @@ def choose(
         if reason:
             chosen.left_out[reason] += 1
             samples = chosen.samples.setdefault(reason, [])
-            if len(samples) < _SHOWN:
+            if text and len(samples) < _SHOWN:
                 samples.append(text)
             continue
         seen.add(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, NamedTuple, Never
@@ -35,6 +36,7 @@ from spec_jax.errors import Cancelled, ConfigError, PromptError
 from spec_jax.sampling import Sampler, Samplers, draft_samplers, make_sampler
 
 ROUNDS_BETWEEN = 4  # that other rows decode between two chunks of a long prompt
+_TOGETHER = 32  # rows that are read in one call, not one by one
 
 _log = logging.getLogger(__name__)
 _Request = tuple[int, list[int]]  # index, ids
@@ -240,8 +242,14 @@ class DecodeQueue:
             if len(free) <= len(driver.rows) - self._min_active():
                 free = []  # they wait for more
             finished = []
+            whole = None
+            if len(free) >= _TOGETHER:
+                whole = jax.device_get(driver.engine.read(driver.state))
             for place in free:
-                record = driver.engine.read_row(driver.state, place)
+                if whole is None:
+                    record = driver.engine.read_row(driver.state, place)
+                else:
+                    record = jax.tree.map(operator.itemgetter(place), whole)
                 finished.append((driver.rows.pop(place), record))
             ended = [place for place in driver.rows if ending[place] != Finish.RUNNING]
             taken = dict(zip(free, self._pull(len(free))))
