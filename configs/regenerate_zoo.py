@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
             "max_tokens": placeholder(int),
             "temperature": 1.0,
             "top_p": 0.95,
+            "share_of_time": 0.35,  # where there are ``minutes``
         }
     )
     # Variables of the target's chat template, as JSON: {"enable_thinking": false}; empty: none.

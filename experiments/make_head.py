@@ -91,7 +91,7 @@ def text_config(config: ConfigDict, num_prompts: int) -> ConfigDict:
     is_cpu = jax.default_backend() == "cpu"
     for name in ("target", "prompt_source", "prompts", "max_new_tokens", "seed"):
         text[name] = config[name]
-    text.update(num_prompts=num_prompts, batch=config.rows)
+    text.update(num_prompts=num_prompts, batch=config.rows, min_prompt_tokens=4)
     if not is_cpu:
         text.update(dtype="bfloat16", refill=config.rows)
     return text
@@ -144,13 +144,18 @@ def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) ->
         )
     opening = Opening.of(target.tokenizer, target.stop_tokens)
     questions = {}
-    for row in rows[:: max(1, len(rows) // (2 * config.num_questions))]:
+    for row in rows[:: max(1, len(rows) // (4 * config.num_questions))]:
         text = target.tokenizer.decode(row["prompt_ids"], has_special=True)
         text = text.removeprefix(opening.before).removesuffix(opening.after)
         text = text if opening.before else target.tokenizer.decode(row["prompt_ids"])
         is_same = opening.prompt(text, target.tokenizer) == row["prompt_ids"]
-        if is_same and text == text.strip() and len(questions) < config.num_questions:
+        if is_same and not text.endswith("\n") and len(questions) < config.num_questions:
             questions[row["index"]] = opening.row(row["index"], text)
+    if not questions:
+        raise ConfigError(
+            "no prompt is one turn of a user, so none can be held out to evaluate the head on: give "
+            "other prompts, --config.prompts=FILE, or let the target write them"
+        )
     kept = [row for row in rows if row["index"] not in questions]
     for name, found in (("questions", questions.values()), ("training", kept)):
         write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in found))

@@ -69,7 +69,6 @@ PROMPTS = "prompts.jsonl"
 _CHAT_TURN = 128  # tokens of a user's turn that the target writes, by default
 _TURN_SEEDS = 1 << 31  # added to the seed, so that turns and answers have noise of their own
 _ENOUGH = 64  # turns of which one must be a prompt
-_SHARE_OF_PROMPTS = 0.3  # of the minutes
 Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
 
@@ -91,6 +90,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     cli.require_each(
         config,
         *((config[name] >= 1, name, "1 or more") for name in sizes),
+        (0 < config.turns.share_of_time < 1, "turns.share_of_time", "a number in (0, 1)"),
         (source in SOURCES, "prompt_source", f"one of {', '.join(SOURCES)}"),
         (
             (source == "file") == bool(config.prompts),
@@ -455,7 +455,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         report.write_json(folder / cli.INPUTS, sums)
         written = None
         if is_self:
-            until_s = begin_s + 60 * minutes * _SHARE_OF_PROMPTS
+            until_s = begin_s + 60 * minutes * config.turns.share_of_time
             written, prompts = write_prompts(config, decoder, folder, until_s)
             print("\n".join(written.sentences()), flush=True)
             total = len(prompts)
