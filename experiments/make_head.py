@@ -22,12 +22,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
-from configs import evaluate_zoo, make_head_default, regenerate_zoo, train_head_default
+from configs import make_head_default
 from experiments import evaluate, regenerate, train_head
 from experiments.run import cli, report
+from experiments.training import recipe
 from experiments.training.head import HeadExperiment
 from experiments.training.run import seconds_per_step
 from spec_jax import processes
@@ -38,24 +38,12 @@ from spec_jax.loading import LoadedModel, load_draft, load_model
 from spec_jax.models.files import write_text
 from spec_jax.show.tables import Section, Table
 
-_LARGE = 8192  # U of a target that has more ids
 _ROWS = {True: 32, False: 512}  # decoded together, on a CPU and off it
 _BATCH = {True: 4, False: 32}
 _LENGTH = {True: 258, False: 1026}
 _EVALUATION = 0.15  # of the time, with the export
 _MARGIN = 0.1  # of the time that is left, for what takes longer than it did when it was measured
 _LEAST = 64  # prompts of the text
-# Tau by tokens trained on, measured with this recipe: see docs/measurements.md.
-CURVES: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {}
-
-
-def expected_tau(target: str, objective: str, num_tokens: float) -> float | None:
-    """Returns tau by the curve that was measured for a target, or None where there is none."""
-    curve = CURVES.get((target, objective))
-    if not curve:
-        return None
-    tokens, taus = zip(*curve)
-    return float(np.interp(math.log(num_tokens), np.log(tokens), taus))
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -83,46 +71,6 @@ def resolve(config: ConfigDict) -> ConfigDict:
         (config.steps is None or config.steps >= 1, "steps", "1 or more"),
     )
     return config
-
-
-def text_config(config: ConfigDict, num_prompts: int) -> ConfigDict:
-    """Returns the config of experiments.regenerate."""
-    text = regenerate_zoo.get_config()
-    is_cpu = jax.default_backend() == "cpu"
-    for name in ("target", "prompt_source", "prompts", "max_new_tokens", "seed"):
-        text[name] = config[name]
-    text.update(num_prompts=num_prompts, batch=config.rows, min_prompt_tokens=4)
-    if not is_cpu:
-        text.update(dtype="bfloat16", refill=config.rows)
-    return text
-
-
-def head_config(config: ConfigDict, folder: pathlib.Path, target: LoadedModel, steps: int):
-    """Returns the config of experiments.train_head."""
-    head = train_head_default.get_config()
-    _, training = registry.objectives()[config.objective]
-    size = config.draft_vocab_size
-    if size is None:
-        size = _LARGE if target.config.vocab_size > _LARGE else 0
-    head.update(target=config.target, objective=config.objective, seed=config.seed, steps=steps)
-    head.update(batch=config.batch, length=config.length, export_from="last")
-    if "draft_vocab_size" in training.options:
-        head.head.draft_vocab_size = size
-    if "num_steps" in training.objective().options:
-        head.loss.num_steps = config.k
-    head.data.update(text="", responses=str(folder / "training.jsonl"))
-    head.data.has_document_masks = target.model.can_rewind
-    head.optimizer.update(matrix_lr=0.03, warmup=max(1, min(20, steps // 10)))
-    head.eval.update(every=0, num_draft=config.k)
-    return head
-
-
-def evaluation_config(config: ConfigDict, folder: pathlib.Path) -> ConfigDict:
-    """Returns the config of experiments.evaluate."""
-    found = evaluate_zoo.get_config()
-    found.update(target=config.target, drafts=f"{folder / 'head' / 'export'},ngram")
-    found.update(data=str(folder / "questions.jsonl"), num_prompts=0, ks=(config.k,))
-    return found
 
 
 def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) -> dict[str, int]:
@@ -177,14 +125,14 @@ def make_plan(
       end_s: When everything is to have ended, by ``time.monotonic``.
     """
     num_trial = min(config.num_prompts or math.inf, max(_LEAST, config.rows))
-    result = regenerate.regenerate(text_config(config, num_trial), folder / "text")
+    result = regenerate.regenerate(recipe.text_config(config, num_trial), folder / "text")
     prompt_s = result["session"]["run_s"] / num_trial
     split = split_text(config, folder, target)
     tokens_per_prompt = split["tokens"] / num_trial
     step_s = 0.0
     tokens_per_step = config.batch * config.length
     if config.steps is None:
-        head = head_config(config, folder, target, 1000)
+        head = recipe.head_config(config, folder, target, 1000)
         train_head.validate(head)
         step_s = seconds_per_step(HeadExperiment(head, folder / "trial"))
     left_s = (end_s - time.monotonic() - _EVALUATION * 60 * config.minutes) * (1 - _MARGIN)
@@ -203,7 +151,7 @@ def make_plan(
         "step_s": step_s,
         "text_s": prompt_s * (num_prompts - num_trial),
         "head_s": steps * step_s,
-        "tau": expected_tau(config.target, config.objective, tokens),
+        "tau": recipe.expected_tau(config.target, config.objective, tokens),
     }
 
 
@@ -261,14 +209,17 @@ def make_head(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]
         report.write_json(path, timed("plan", make_plan, config, folder, target, end_s))
     plan = cli.read_saved(path)
     print("\n".join(sentences(config, plan)), flush=True)
-    written = text_config(config, plan["num_prompts"])
+    written = recipe.text_config(config, plan["num_prompts"])
     text = timed("text", regenerate.regenerate, written, folder / "text")
     split = split_text(config, folder, target)
-    training = head_config(config, folder, target, plan["steps"])
+    training = recipe.head_config(config, folder, target, plan["steps"])
     if timed("head", train_head.train, training, folder / "head") is None:
         return None
     evaluated = timed(
-        "evaluation", evaluate.evaluate, evaluation_config(config, folder), folder / "evaluation"
+        "evaluation",
+        evaluate.evaluate,
+        recipe.evaluation_config(config, folder),
+        folder / "evaluation",
     )
     lines = export(config, folder, target)
     result = head | {"plan": plan, "text": split, "took_s": took}

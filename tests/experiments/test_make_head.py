@@ -10,9 +10,9 @@ from support.runs import check_run_files, killed_at, stopped_at
 from support.tiny_models import random_weights
 
 from configs import make_head_default
-from experiments import make_head as experiment
 from experiments.comparison import session
-from experiments.make_head import expected_tau, make_head, sentences, split_text
+from experiments.make_head import make_head, sentences, split_text
+from experiments.training import recipe
 from experiments.training.head import HeadExperiment
 from spec_jax.data.user_turns import Opening
 from spec_jax.errors import ConfigError
@@ -120,10 +120,10 @@ def test_a_full_disk_is_named_and_loses_nothing(run, target, tmp_path, monkeypat
 
 
 def test_tau_is_expected_only_where_a_curve_was_measured(target, monkeypatch):
-    monkeypatch.setitem(experiment.CURVES, ("here", "eagle3"), ((1e5, 1.2), (1e6, 1.8)))
-    assert expected_tau("there", "eagle3", 3e5) is None
-    assert expected_tau("here", "eagle3", np.sqrt(1e11)) == pytest.approx(1.5)
-    assert expected_tau("here", "eagle3", 1e7) == 1.8
+    monkeypatch.setitem(recipe.CURVES, ("here", "eagle3"), ((1e5, 1.2), (1e6, 1.8)))
+    assert recipe.expected_tau("there", "eagle3", 3e5) is None
+    assert recipe.expected_tau("here", "eagle3", np.sqrt(1e11)) == pytest.approx(1.5)
+    assert recipe.expected_tau("here", "eagle3", 1e7) == 1.8
     plan = dict(num_prompts=9, tokens=8000, text_s=60.0, steps=5, head_s=90.0, tau=None)
     assert "none is expected" in sentences(small(target), plan)[-1]
     assert "expected tau 1.80" in sentences(small(target), plan | {"tau": 1.8})[-1]
