@@ -101,8 +101,8 @@ def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) ->
             questions[row["index"]] = opening.row(row["index"], text)
     if not questions:
         raise ConfigError(
-            "no prompt is one turn of a user, so none can be held out to evaluate the head on: give "
-            "other prompts, --config.prompts=FILE, or let the target write them"
+            "no prompt is one turn of a user, so none can be held out to evaluate the head on: "
+            "give other prompts, --config.prompts=FILE, or let the target write them"
         )
     kept = [row for row in rows if row["index"] not in questions]
     for name, found in (("questions", questions.values()), ("training", kept)):
@@ -215,12 +215,8 @@ def make_head(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]
     training = recipe.head_config(config, folder, target, plan["steps"])
     if timed("head", train_head.train, training, folder / "head") is None:
         return None
-    evaluated = timed(
-        "evaluation",
-        evaluate.evaluate,
-        recipe.evaluation_config(config, folder),
-        folder / "evaluation",
-    )
+    asked = recipe.evaluation_config(config, folder)
+    evaluated = timed("evaluation", evaluate.evaluate, asked, folder / "evaluation")
     lines = export(config, folder, target)
     result = head | {"plan": plan, "text": split, "took_s": took}
     result |= {"written": text.get("written"), "results": evaluated["results"], "use": lines}
