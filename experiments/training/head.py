@@ -55,7 +55,8 @@ class NewHead(NamedTuple):
       init: ``(key, target's params, given) -> params``, the trained parameters.
       given: The parameters to continue from, on the devices that train them; None for a new head.
       constants: The parameters that are not trained: ``d2t``, or none.
-      objective: ``(params, batch, target's params) -> (loss, figures)``, the training loss.
+      objective: ``(params, batch, (target's params, constants)) -> (loss, figures)``, the training
+        loss.
       measure: The same without noise and at fixed anchors, for evaluation.
       num_params: The number of trained parameters.
     """
@@ -204,7 +205,15 @@ def make_head(
     loss |= {name: value for name, value in config.loss.items() if value is not None}
 
     def bind(options):
-        return objective.bind(shape, target.model, objective.known(options), constants)
+        known = objective.known(options)
+
+        # The constants are arguments: a program does not depend on which ids are drafted.
+        def loss(params, batch, frozen, counts=None):
+            target_params, constants = frozen
+            bound = objective.bind(shape, target.model, known, constants)
+            return with_view(bound, target.config, shape.taps)(params, batch, target_params, counts)
+
+        return loss
 
     sizes = jax.eval_shape(init, jax.random.key(0), target.params, given)
     num_params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sizes))
@@ -353,7 +362,7 @@ class HeadExperiment:
             self._views = ViewCache(config.data.view_cache, max_bytes, *of)
         step = functools.partial(
             train_step,
-            objective=with_view(self.spec.objective, self.target.config, taps),
+            objective=self.spec.objective,
             optimizer=self.optimizer,
             dtype=None if self.dtype == "float32" else self.dtype,
             accumulate=config.optimizer.accumulate,
@@ -436,7 +445,7 @@ class HeadExperiment:
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
         """Trains one step."""
-        return self._step(state, batch, self.frozen)
+        return self._step(state, batch, (self.frozen, self.spec.constants))
 
     def evaluate(self, state: TrainState) -> dict:
         """Returns teacher-forced figures on held-out windows, and tau by real decoding."""
@@ -451,7 +460,8 @@ class HeadExperiment:
             windows = {n: np.stack([row[n] for row in rows]) for n in rows[0]}
             windows["mask"] &= (number < count)[:, None]  # of the last batch some may be padding
             batch = self._batch(windows, 0)
-            loss, figures = self._objective(params, batch, self.frozen)
+            frozen = self.frozen, self.spec.constants
+            loss, figures = self._objective(params, batch, frozen)
             found.append(jax.device_get({"loss": loss, **figures}))
         figures = report(merge(*found))
         rows, stats = teacher_forced.decode(
