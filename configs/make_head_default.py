@@ -30,5 +30,5 @@ def get_config() -> ConfigDict:
     config.batch = placeholder(int)  # windows of a step; by default 4, 32 off a CPU
     config.length = placeholder(int)  # tokens of a window; by default 258, 1026 off a CPU
     config.num_questions = 16  # prompts held out, on which the head is evaluated
-    config.seed = 0
+    config.seed = 0  # of the text and of the first weights
     return config

@@ -37,8 +37,8 @@ def get_config() -> ConfigDict:
         {
             # Maximum tokens; by default 128, and 64 without a chat template.
             "max_tokens": placeholder(int),
-            "temperature": 1.0,
-            "top_p": 0.95,
+            "temperature": 1.0,  # they are sampled
+            "top_p": 0.95,  # likewise, see SamplerConfig
             "share_of_time": 0.35,  # where there are ``minutes``
         }
     )

@@ -158,14 +158,15 @@ def make_plan(
 def sentences(config: ConfigDict, plan: Mapping[str, Any]) -> list[str]:
     """Returns sentences on what the run will do."""
     tau = plan["tau"]
-    known = f"expected tau {tau:.2f}, by the curve that was measured for this target"
-    unknown = "no curve of tau has been measured for this target, so none is expected"
+    expected = "no curve of tau has been measured for this target, so none is expected"
+    if tau is not None:
+        expected = f"expected tau {tau:.2f}, by the curve that was measured for this target"
     return [
         f"text: {plan['num_prompts']} prompts ({config.prompt_source}), about "
         f"{plan['tokens']:,} tokens, {plan['text_s'] / 60:.1f} minutes more",
         f"head: {config.objective}, K = {config.k}, {plan['steps']} steps of "
         f"{config.batch * config.length:,} tokens, {plan['head_s'] / 60:.1f} minutes",
-        unknown if tau is None else known,
+        expected,
     ]
 
 

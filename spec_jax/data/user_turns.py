@@ -16,6 +16,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
 
 _MARK = "thewordsoftheuser"  # rendered as a user's turn, to see what stands around it
+_FIRST = (_MARK, "What", "How", "I", "Write", "Can")  # words that a turn may begin with
 _GRAM = 4  # tokens of the runs that repetition is counted in
 _DISTINCT = 0.6  # least share of these runs that are distinct
 _SHOWN = 3  # samples of what is left out, by reason
@@ -84,8 +85,8 @@ class Opening(NamedTuple):
         stop = () if ends else tuple(after.split()[:1])
         ends = tuple(dict.fromkeys((*stop_tokens, *ends)))
         # White space before a word may be a part of the word's token, which the model then writes.
-        ids = os.path.commonprefix([encode(before), encode(before + _MARK)]) or encode(before)
-        return cls(ids, before, after, ends, stop, tags)
+        ids = os.path.commonprefix([encode(before + word) for word in ("", *_FIRST)])
+        return cls(ids or encode(before), before, after, ends, stop, tags)
 
     def row(self, index: int, text: str) -> dict[str, Any]:
         """Returns a turn as a line of a file of prompts."""
