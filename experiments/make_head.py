@@ -34,6 +34,7 @@ from spec_jax import processes
 from spec_jax.data.user_turns import Opening
 from spec_jax.drafters import registry
 from spec_jax.errors import ConfigError
+from spec_jax.intervals import Interval
 from spec_jax.loading import LoadedModel, load_draft, load_model
 from spec_jax.models.files import write_text
 from spec_jax.show.tables import Section, Table
@@ -247,9 +248,14 @@ def export(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) -> lis
 
 
 def _write_page(folder, result, planned, evaluated) -> None:
+    def interval(row, name: str) -> str:
+        bounds = row[f"{name}_interval"] or (math.nan, math.nan)
+        return f"{Interval(row[name], *bounds):.2f}"
+
     rows = [
-        (r["cell"]["method"], f"{r['tau']['value']:.2f}", f"{r['speedup']['value']:.2f}")
-        for r in evaluated["results"]
+        (row["method"], interval(row, "tau"), interval(row, "speedup"))
+        for row in evaluated["results"]
+        if row["k"]
     ]
     took = [(name, f"{seconds / 60:.1f}") for name, seconds in result["took_s"].items()]
     text = result["text"]
