@@ -11,7 +11,8 @@ from support.tiny_models import random_weights
 
 from configs import make_head_default
 from experiments.comparison import session
-from experiments.make_head import make_head, sentences, split_text
+from experiments.make_head import make_head, resolve, sentences, split_text
+from experiments.run import report
 from experiments.training import recipe
 from experiments.training.head import HeadExperiment
 from spec_jax.data.user_turns import Opening
@@ -43,6 +44,7 @@ def run(target, tmp_path_factory):
     return folder, make_head(small(target), folder)
 
 
+@pytest.mark.exhaustive
 def test_a_head_is_made_of_the_text_that_its_target_wrote(run, target, capsys):
     folder, result = run
     rep = check_run_files(folder, "make_head")
@@ -87,15 +89,16 @@ def test_a_run_that_is_killed_goes_on_to_the_same_head(run, target, tmp_path, st
     assert taus[0] == taus[1]
 
 
-def test_the_folder_of_another_target_is_refused_and_stays(run, target, tmp_path):
-    shutil.copytree(run[0], tmp_path / "run")
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+def test_the_folder_of_another_target_is_refused_and_stays(target, tmp_path):
+    resolved = json.loads(resolve(small(target)).to_json())
+    report.begin("make_head", tmp_path, resolved)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="other values of target"):
-        make_head(small(target.parent / "other"), tmp_path / "run")
-    assert {p: p.read_bytes() for p in before} == before
+        make_head(small(target.parent / "other"), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_target_that_writes_nothing_but_its_end_is_refused(run, target, tmp_path):
+def test_a_target_that_writes_nothing_but_its_end_is_refused(target, tmp_path):
     row = dict(index=0, prompt_ids=[1, 2], response_ids=[299], finish_reason="stop_token")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "responses.jsonl").write_text(json.dumps(row) + "\n")
@@ -103,6 +106,7 @@ def test_a_target_that_writes_nothing_but_its_end_is_refused(run, target, tmp_pa
         split_text(small(target), tmp_path, load_model(target))
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_is_named_and_loses_nothing(run, target, tmp_path, monkeypatch):
     shutil.copytree(run[0], tmp_path / "run")
     kept = (tmp_path / "run" / "text" / "responses.jsonl").read_bytes()

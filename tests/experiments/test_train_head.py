@@ -13,6 +13,7 @@ from support.runs import check_run_files, stopped_at
 from support.tiny_models import random_weights
 
 from experiments import train_head
+from experiments.training import run as training_run
 from experiments.training.head import HeadExperiment, even_loss, make_head
 from spec_jax.data.batches import Corpus
 from spec_jax.drafters import register, registry
@@ -189,6 +190,21 @@ def test_a_head_to_go_on_from_is_read_to_the_devices_that_train_it(files, run, t
     for _ in range(2):
         begun = {**experiment.init_state().params, **experiment.spec.constants}
         jax.tree.map(np.testing.assert_array_equal, begun, head.params)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_some_minutes_keeps_the_end_that_it_was_begun_with(files, tmp_path, monkeypatch):
+    """Without an evaluation the last state is exported."""
+    config = small(files, steps=9, minutes=10.0, checkpoint_every_s=0.0)
+    config.eval.num_prompts = 0
+    monkeypatch.setattr(training_run, "seconds_per_step", lambda experiment: 180.0)
+    with stopped_at(HeadExperiment, 2):
+        train_head.train(config, tmp_path)
+    monkeypatch.setattr(training_run, "seconds_per_step", None)
+    assert train_head.train(config, tmp_path)["step"] == 3
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3] and "tau" not in lines[-1]
+    assert load_draft(tmp_path / "export", load_model(files / "target")).method == "eagle"
 
 
 def test_the_last_state_may_be_exported_in_place_of_the_best(files, run):

@@ -23,6 +23,7 @@ from spec_jax.train import loop
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import flatten, read_metrics
 from spec_jax.train.means import Mean, report
+from spec_jax.train.optimizer import set_end, with_end
 
 # orbax leaves the threads of a read that failed to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -229,3 +230,18 @@ def test_figures_are_logged_by_step_and_position(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(lines[0])[:9])
     assert read_metrics(tmp_path / "metrics.jsonl") == lines
+
+
+def test_an_end_that_is_set_later_has_the_rates_of_one_that_was_known():
+    known = tiny_training.optimizer(steps=10)
+    late = with_end(tiny_training.optimizer(steps=1 << 30), 0.5)
+    params = {"w": np.ones((2, 2), np.float32)}
+    states = [known.init(params), set_end(late.init(params), 10)]
+    for step in range(12):
+        grads = {"w": np.full((2, 2), 0.1 + step, np.float32)}
+        updates = []
+        for i, optimizer in enumerate((known, late)):
+            update, states[i] = optimizer.update(grads, states[i], params)
+            updates.append(np.asarray(update["w"]))
+        np.testing.assert_allclose(*updates, rtol=1e-5, atol=1e-9)
+        assert (np.abs(updates[0]).max() > 0) == (0 < step < 10)
