@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     """Returns the config. Lists are text with commas."""
     config = ConfigDict()
     config.target = "llama-3.1-8b"  # a preset, or a Hugging Face directory or its config.json
-    config.draft = "llama-3.2-1b"  # likewise; or eagle3, mtp, ngram; empty: plain decoding
+    config.draft = "llama-3.2-1b"  # likewise; or eagle3, mtp, self:8, ngram; empty: plain
     config.draft_vocab_size = 32000  # U, of an eagle3 head
     # Or prefill; or train: a step of an eagle3 or mtp draft, else of the target.
     config.program = "decode"

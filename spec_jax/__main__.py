@@ -50,7 +50,7 @@ def _add_generate(commands) -> None:
     add(
         "--draft",
         metavar="NAME",
-        help="a smaller model or a head, by name or directory; or ngram or suffix; "
+        help="a smaller model or a head, by name or directory; or ngram, suffix or self:N; "
         "default: none, plain decoding",
     )
     add("--drafter", metavar="MODULE:MAKE", help="a drafter of your own, in place of --draft")

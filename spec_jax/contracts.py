@@ -75,7 +75,8 @@ class Model(NamedTuple):
       forward: ``(params, tokens i32[B,T], cache, *, window_offset) -> ForwardOutput``. For trees
         of drafts it also takes ``window_mask``, bool[B,T,W]: which slots of the window each token
         sees; and beside it ``positions``, i32[B,T], for tokens whose position is not the number of
-        tokens that they see before themselves, such as those of a block that see each other.
+        tokens that they see before themselves, such as those of a block that see each other. With
+        ``num_layers`` it stops after so many layers, so that these can draft ("self").
       unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that are padding.
       num_tokens: ids below this number are tokens and the others pad the embedding; None means
         that all ids are tokens.
@@ -83,6 +84,7 @@ class Model(NamedTuple):
         ``commit`` closes. Only needed when several passes fill one window.
       can_rewind: ``commit`` may keep a part of the window. Otherwise a target decodes one token a
         pass (N = 1), its prompts are fed without padding, and a model cannot draft.
+      config: its shape, where it is a model of the package's families.
     """
 
     vocab_size: int
@@ -93,6 +95,7 @@ class Model(NamedTuple):
     num_tokens: int | None = None
     open_window: Callable[[Any, int], Any] = _unchanged
     can_rewind: bool = True
+    config: Any = None
 
     def takes(self, option: str) -> bool:
         """Whether ``forward`` takes an option, such as "window_mask"."""
@@ -131,7 +134,7 @@ class Proposal:
     # ``without``. None: all of the ``n_draft`` are offered.
     is_dropped: jax.Array | None = None  # bool[B,K]
     tree_depth: int = flax.struct.field(pytree_node=False, default=0)  # maximum depth of a node
-    # Of a drafter with a memory and no ``Drafter.num_updates``: how often it had been updated.
+    # Of a drafter with a memory and no ``UpdateCount.read``: how often it had been updated.
     num_updates: jax.Array | None = None  # u32[B]
     # How probably each draft is accepted if those before it are, estimated before it was drawn.
     confidence: jax.Array | None = None  # f32[B,K], of offered drafts
@@ -251,6 +254,34 @@ class Verdict:
         return jnp.take_along_axis(self.path, self.n_accept[..., None], axis=-1)[..., 0]
 
 
+class TargetView(NamedTuple):
+    """The target as a drafter may read it when it proposes. Nothing that it writes gets back there.
+
+    The cache is the target's own: a drafter that feeds it tokens opens a window beside it, see
+    ``models.caches.beside``. The target's states at these tokens came as features to ``prefill``
+    and ``commit``.
+
+    Attributes:
+      model: its functions.
+      params: its weights, as passes of a round take them.
+      cache: with ``length`` tokens in each row. Slots past them hold what was rejected.
+    """
+
+    model: Model
+    params: Any
+    cache: Any
+
+    @property
+    def config(self) -> Any:
+        """Its shape; None for a custom model."""
+        return self.model.config
+
+    @property
+    def length(self) -> jax.Array:
+        """i32[B], tokens fed."""
+        return self.cache.length
+
+
 class Context(NamedTuple):
     """What a drafter may read when it proposes, beside its own parameters and state.
 
@@ -270,6 +301,7 @@ class Context(NamedTuple):
         further draft of the row is offered; 0 means that all K are offered.
       is_greedy: bool[B], rows whose target takes the argmax, where no rule reads
         ``Proposal.probs``; None if that is not known.
+      target: the target, for a drafter whose shape says ``reads_target``; None for any other.
     """
 
     tokens: jax.Array
@@ -282,24 +314,109 @@ class Context(NamedTuple):
     gumbel: jax.Array | None = None
     stop_below: float = 0.0
     is_greedy: jax.Array | None = None
+    target: TargetView | None = None
 
 
-class CatchUp(NamedTuple):
-    """How a drafter skips rounds of K = 0, and catches up before it drafts again.
-
-    In a skipped round neither ``propose`` nor ``commit`` is called.
+class Prompt(NamedTuple):
+    """Prompts that the target has been fed.
 
     Attributes:
-      run: ``(params, state, tokens i32[B,M], length i32[B], width) -> state``: feeds what the
-        skipped rounds committed, up to ``length`` tokens, in passes of at most ``width`` tokens.
-      defer_commit: called instead of ``commit`` in a skipped round, with the same arguments; stores
-        what ``run`` needs. None if nothing is stored.
-      max_lag: how many tokens may be skipped before ``run`` must be called; None means any number.
+      tokens: i32[B,T], right-padded.
+      lengths: i32[B], their lengths without padding.
+      pending: i32[B], the first token after each of them, which has not been fed.
+      features: dtype[B,T,E], the target's states that ``DraftShape.taps`` name, of the same
+        tokens; None if it names none.
+      chunk: tokens of a row that a pass over them should have at most, see
+        ``models.chunks.over_chunks``; None means unbounded.
     """
 
-    run: Callable[..., Any]
+    tokens: jax.Array
+    lengths: jax.Array
+    pending: jax.Array
+    features: jax.Array | None = None
+    chunk: int | None = None
+
+
+class DraftShape(NamedTuple):
+    """What a drafter reads of the target, and how its drafts and their slots lie.
+
+    Attributes:
+      taps: indices of the target's states whose outputs it receives as features, concatenated in
+        this order (see ``transformer.forward``); empty if it reads none.
+      tree: the ``Tree`` or ``DynamicTree`` that it drafts; None means a chain.
+      scratch_slots: cache slots past the committed length that ``propose`` may write; K + 1 if that
+        is more.
+      reads_target: ``propose`` reads ``Context.target``.
+    """
+
+    taps: tuple[int, ...] = ()
+    tree: Any = None
+    scratch_slots: int = 0
+    reads_target: bool = False
+
+
+class UpdateCount(NamedTuple):
+    """Says that proposals depend on earlier outputs, and counts how often these changed a memory.
+
+    That is, on outputs of other rows or of earlier calls, and not only on the row's own text and
+    noise. The count enters the row's noise (see ``rng``); without it, the output is biased where
+    seeds repeat. It belongs to the memory: it never falls, is saved and copied with it, and is read
+    together with it or later, never earlier.
+
+    Attributes:
+      read: ``(params, state) -> u32[] or u32[B]``, called before ``propose``, whose noise then
+        depends on the count; needed where drafts are sampled. None: the count is only known
+        afterwards, and comes as ``Proposal.num_updates``.
+    """
+
+    read: Callable[[Any, Any], jax.Array] | None = None
+
+
+class Sync(NamedTuple):
+    """How a drafter's state moves by more, or by less, than the rounds that it took part in.
+
+    Attributes:
+      catch_up: ``(params, state, tokens i32[B,M], length i32[B], width) -> state``: feeds what
+        skipped rounds of K = 0 committed, up to ``length`` tokens, in passes of at most ``width``
+        tokens. In a skipped round neither ``propose`` nor ``commit`` is called. None: it takes part
+        in these rounds, with 0 drafts.
+      defer_commit: called instead of ``commit`` in a skipped round, with the same arguments; stores
+        what ``catch_up`` needs. None if nothing is stored.
+      max_lag: how many tokens may be skipped before ``catch_up`` must be called; None means any
+        number.
+      rewind: ``(state, n i32[B]) -> state`` without the last n committed tokens, whose place the
+        pending token takes; None for a drafter that cannot.
+    """
+
+    catch_up: Callable[..., Any] | None = None
     defer_commit: Callable[..., Any] | None = None
     max_lag: int | None = None
+    rewind: Callable[[Any, jax.Array], Any] | None = None
+
+
+class Host(NamedTuple):
+    """What a drafter that calls Python functions says about them.
+
+    Attributes:
+      find_error: ``(prefix, num_ahead) -> Exception | None``, called for a row with an invalid
+        proposal: what a function raised after this prefix (ids of prompt and output), or after the
+        prefix and up to ``num_ahead`` further drafts.
+    """
+
+    find_error: Callable[[tuple[int, ...], int], Exception | None]
+
+
+class Defaults(NamedTuple):
+    """What holds where a config and a call do not say it.
+
+    Attributes:
+      strategy: the acceptance strategy above temperature 0; None: "residual" for sampled drafts,
+        "match" for deterministic ones.
+      draft_temperature: at which it drafts above temperature 0; None: at the target's.
+    """
+
+    strategy: str | None = None
+    draft_temperature: float | None = None
 
 
 @runtime_checkable
@@ -312,7 +429,7 @@ class Memory(Protocol):
 
     @property
     def num_updates(self) -> int:
-        """How often it was updated, see ``Drafter.has_memory``."""
+        """How often it was updated, see ``UpdateCount``."""
 
     def add(self, output: Any) -> None:
         """Learns from the ids of a finished output."""
@@ -320,6 +437,9 @@ class Memory(Protocol):
 
 class Drafter(NamedTuple):
     """A way to draft tokens, as pure functions of its parameters and its state.
+
+    Every drafter has the first nine attributes. The others are records with defaults, for what only
+    some drafters have.
 
     Attributes:
       name: the name in messages and reports.
@@ -329,10 +449,8 @@ class Drafter(NamedTuple):
       is_sampled: drafts are sampled from a distribution, ``Proposal.probs``, rather than chosen
         deterministically.
       init: ``(params, batch, slots) -> state``.
-      prefill: ``(params, state, tokens i32[B,T], lengths i32[B], pending i32[B], features) ->
-        state``. ``pending`` is the first token of each row, not fed yet, and ``features[:, t]``
-        belongs to ``tokens[:, t]``. See ``has_chunks``.
-      propose: ``(params, state, context, num_draft) -> (Proposal, state)``.
+      prefill: ``(params, state, Prompt) -> state``.
+      propose: ``(params, state, Context, num_draft) -> (Proposal, state)``.
       commit: ``(params, state, tokens i32[B,P], n i32[B], features, path) -> state``, called after
         the target has been fed the pending token and the accepted drafts, ``n`` tokens in all.
         ``tokens`` are [accepted drafts | new pending token], the first ``n`` of which count, and
@@ -340,32 +458,11 @@ class Drafter(NamedTuple):
         ``Verdict.path``. With adaptive K, a drafter with ``taps`` gets the tokens of several rounds
         of K = 0 in one call, up to 32 of them and without a path.
       insert_row: ``(state, row, other) -> state``, where ``other`` has one row.
-      taps: the target's states that it reads as features, in this order (see
-        ``transformer.forward``); empty if it reads none.
-      tree: the ``Tree`` or ``DynamicTree`` that it drafts; None means a chain.
-      window: how many slots after the committed ones it writes, if more than K + 1.
-      catch_up: how it skips rounds of K = 0; None if it takes part in them, with 0 drafts.
-      rewind: ``(state, n i32[B]) -> state`` without the last n committed tokens, whose place the
-        pending token takes; None for a drafter that cannot.
-      has_memory: its proposals depend on earlier outputs, of this call's other rows or of earlier
-        calls, and not only on the row's own text and noise. How often the memory was updated enters
-        the row's noise (see ``rng``); a drafter that remembers without saying so is biased where
-        seeds repeat. It says so by ``num_updates`` or, if it only learns the count as it drafts, by
-        ``Proposal.num_updates``. The count belongs to the memory: it never falls, is saved and
-        copied with it, and is read together with it or later, never earlier.
-      num_updates: ``(params, state) -> u32[] or u32[B]``, called before ``propose``, whose noise
-        then depends on the count; needed where drafts are sampled.
-      find_error: ``(prefix, num_ahead) -> Exception | None``, called on the host for a row with an
-        invalid proposal: what the drafter's Python function raised after this prefix (ids of prompt
-        and output), or after the prefix and up to ``num_ahead`` further drafts. None for a drafter
-        without Python functions.
-      has_chunks: for prompts longer than ``System.prefill_chunk``, ``prefill`` takes this number as
-        its last argument, and feeds the prompt in chunks of that many tokens (see
-        ``models.chunks.over_chunks``).
-      strategy: the acceptance strategy above temperature 0 where a config names none; None:
-        "residual" for sampled drafts, "match" for deterministic ones.
-      draft_temperature: at which it drafts above temperature 0 where no draft sampler is given;
-        None: at the target's.
+      shape: what it reads of the target, and how its drafts lie.
+      memory: for drafters that learn from outputs; None for any other.
+      sync: how it skips rounds of K = 0, and goes back.
+      host: for drafters that call Python functions; None for any other.
+      defaults: how it drafts, and by which rule, where nobody says so.
     """
 
     name: str
@@ -373,25 +470,20 @@ class Drafter(NamedTuple):
     max_length: int | None
     is_sampled: bool
     init: Callable[..., Any]
-    prefill: Callable[..., Any]
-    propose: Callable[..., tuple[Proposal, Any]]
+    prefill: Callable[[Any, Any, Prompt], Any]
+    propose: Callable[[Any, Any, Context, int], tuple[Proposal, Any]]
     commit: Callable[..., Any]
     insert_row: Callable[..., Any]
-    taps: tuple[int, ...] = ()
-    tree: Any = None
-    window: int = 0
-    catch_up: CatchUp | None = None
-    rewind: Callable[[Any, jax.Array], Any] | None = None
-    has_memory: bool = False
-    num_updates: Callable[[Any, Any], jax.Array] | None = None
-    find_error: Callable[[tuple[int, ...], int], Exception | None] | None = None
-    has_chunks: bool = False
-    strategy: str | None = None
-    draft_temperature: float | None = None
+    shape: DraftShape = DraftShape()
+    memory: UpdateCount | None = None
+    sync: Sync = Sync()
+    host: Host | None = None
+    defaults: Defaults = Defaults()
 
     def __repr__(self) -> str:
         drafts = "sampled" if self.is_sampled else "deterministic"
-        return f"Drafter({self.name!r}: {drafts} {'chains' if self.tree is None else 'trees'})"
+        shape = "chains" if self.shape.tree is None else "trees"
+        return f"Drafter({self.name!r}: {drafts} {shape})"
 
 
 class Head(NamedTuple):

@@ -20,7 +20,7 @@ from spec_jax.config import METHODS, check_integer
 from spec_jax.config.checks import check
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
-from spec_jax.drafters.loaded import LoadedHead
+from spec_jax.drafters.loaded import LoadedHead, of_target
 from spec_jax.drafters.mtp.kind import holds_modules
 from spec_jax.errors import ConfigError, ModelNotLoaded, WeightsError, did_you_mean
 from spec_jax.meshes import to_mesh
@@ -204,6 +204,8 @@ def load_draft(
         integer above 0.
     """
     check_loaded("target", target, LoadedModel)
+    if (made := of_target(str(name_or_path), target)) is not None:
+        return made
     why = "no config to check a head against; load the target with load_model(path)"
     require(target.config is not None, f"target {target.name} has {why}")
     _check_has_weights(name_or_path, method)
@@ -216,9 +218,7 @@ def load_draft(
         require(not overrides, f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
         where = dict(mesh=mesh, axis_rules=axis_rules)
         model = load_model(name_or_path, dtype, attention=attention, **where)
-        if max_length is not None:
-            model = dataclasses.replace(model, model=model.model._replace(max_length=max_length))
-        return dataclasses.replace(model, method=kind.name)
+        return dataclasses.replace(model, method=kind.name, stated_length=max_length)
     is_read = kind.format.read is not None
     message = f"method {kind.name!r} has no weights to load: the format of its kind has no `read`"
     require(is_read, message)

@@ -19,7 +19,7 @@ from spec_jax.config import STRATEGIES, SpeculativeConfig
 from spec_jax.config.checks import check_name
 from spec_jax.contracts import Drafter, Rule
 from spec_jax.errors import ConfigError, did_you_mean
-from spec_jax.loading import LoadedHead, LoadedModel, load_model
+from spec_jax.loading import LoadedModel, load_model
 from spec_jax.rules import make_rule
 
 _FORMS = {
@@ -150,7 +150,7 @@ def _make(what: str, given: Any, kind: type, *args: Any) -> Any:
         ) from None
     made = given(*args)
     if not isinstance(made, kind):
-        hint = "; give models and heads as draft=" * isinstance(made, LoadedModel | LoadedHead)
+        hint = "; give models and heads as draft=" * hasattr(made, "method")
         raise ConfigError(
             f"{said} returned an object of type {type(made).__name__}; expected "
             f"{_FORMS[what]}{hint}"

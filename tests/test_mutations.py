@@ -78,7 +78,7 @@ MUTATIONS = mutants.read("""
         round_noise: keys_(rng.Purpose.REPLACE, start) -> keys_(rng.Purpose.TARGET, start)
         test_one_draft_sampler_draws_other_drafts_for_every_request
     drafts are drawn before the count is read
-        round.draft: system.drafter.num_updates(params, state.draft) -> jnp.uint32(0)
+        round.draft: memory.read(params, state.draft) -> jnp.uint32(0)
         test_a_second_call_with_the_same_seed_matches_target_distribution[sampled]
     each decoder counts what was learned anew
         Engine.params: x_.history.params -> {**x_.history.params, "num_updates": jnp.uint32(0)}
@@ -93,7 +93,7 @@ MUTATIONS = mutants.read("""
         accept_chain: decoding.emit(a_, b_, c_, d_, e_, n_) -> decoding.emit(a_, b_, c_, d_, e_)
         test_emits_exactly_the_plain_stream_for_mixed_rows
     an overlapped draft is not rolled back
-        pearl._follow_outcome: drafter.rewind(draft, x_) -> draft
+        pearl._follow_outcome: drafter.sync.rewind(draft, x_) -> draft
         test_the_drafts_state_is_that_of_its_prefix_kept_or_rolled_back
     an overlapped block is drawn without what is ahead of it
         pearl.draft_ahead: view.sampler -> side.sampler
@@ -101,6 +101,15 @@ MUTATIONS = mutants.read("""
     overlapped drafts lag behind their distributions
         pearl.remaining_ahead: moved.replace(...) -> moved.replace(..., probs=block.probs)
         test_4000_requests_of_one_draft_sampler_have_the_targets_distribution[standalone-chain]
+    a draft reads what the target rejected
+        BesideCache.attend: positions < end -> positions <= end
+        test_rounds_conform[self-chain-match]
+    what a draft writes is in the target's cache
+        round.draft: a_.replace(draft=x_) -> a_.replace(draft=x_, target=a_.target.rewind(1))
+        test_rounds_conform[self-chain-match]
+    a draft writes into the target's cache
+        open_beside: isinstance(cache, KVCache) -> False
+        test_no_drafter_tree_or_rule_moves_a_cache[self-chain]
     a state is not donated
         loop.generate: f_(g_, static_argnames=x_, donate_argnames=y_) -> f_(g_, static_argnames=x_)
         test_generate_is_given_every_cache_and_copies_none[K4-B1-draft2-unrolled]

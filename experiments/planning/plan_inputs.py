@@ -137,6 +137,8 @@ def find_draft(
         return None
     if name in copying_methods():
         return name
+    if (made := registry.config_of_target(name, target)) is not None:
+        return made
     ways = registry.objectives()
     if name in ways:
         _, training = ways[name]

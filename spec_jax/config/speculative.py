@@ -289,8 +289,9 @@ class SpeculativeConfig(ConfigOfRecords):
     Attributes:
       speculative_method: "standalone" (a smaller model of the same vocabulary), "ngram"
         (copies what followed the same tokens before), "suffix" (copies what most often did, in
-        this request and in past outputs), "eagle" or "mtp" (heads), "peagle", "dflash",
-        "dflash2", "dspark" or "treeflash" (heads that draft all tokens in one pass).
+        this request and in past outputs), "self" (the target's own first layers), "eagle" or "mtp"
+        (heads), "peagle", "dflash", "dflash2", "dspark" or "treeflash" (heads that draft all
+        tokens in one pass).
       num_speculative_tokens: K, tokens drafted a round; with adaptive K the largest. Leave it
         out where a static tree or buckets settle it.
       rejection_sampling_strategy: the acceptance rule. None: "greedy" at temperature 0; above it

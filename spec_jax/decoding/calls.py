@@ -20,6 +20,7 @@ from spec_jax.contracts import (
     ForwardOutput,
     Model,
     Noise,
+    Prompt,
     Proposal,
     Rule,
     TargetScores,
@@ -40,40 +41,23 @@ _HINT = (
 )
 
 
-def call_prefill(
-    drafter: Drafter,
-    params: Any,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    pending: jax.Array,
-    features: jax.Array | None,
-    slots: int,
-    chunk: int | None = None,
-) -> Any:
+def call_prefill(drafter: Drafter, params: Any, prompt: Prompt, slots: int) -> Any:
     """Calls ``Drafter.init`` and ``Drafter.prefill``.
 
     Args:
       drafter: the drafter.
       params: its parameters.
-      tokens: i32[B,T], the prompts.
-      lengths: i32[B], their lengths.
-      pending: i32[B], the first token of each row, not fed yet.
-      features: the target's states of the prompts, or None.
+      prompt: what the target has been fed.
       slots: the number of slots of the state.
-      chunk: maximum tokens of a row in a pass over the prompts, see ``Drafter.has_chunks``; None
-        means unbounded.
 
     Returns:
       The drafter's state after the prompts.
     """
-    batch, T = tokens.shape
-    is_long = drafter.has_chunks and chunk is not None and T > chunk
+    batch = len(prompt.lengths)
     with blame(f"init of drafter {drafter.name!r}", batch=batch, slots=slots):
         state = drafter.init(params, batch, slots)
-    given = {"tokens": tokens, "lengths": lengths, "pending": pending, "features": features}
-    with blame(f"prefill of drafter {drafter.name!r}", **given, state=state):
-        more = (chunk,) if is_long else ()
-        return drafter.prefill(params, state, tokens, lengths, pending, features, *more)
+    with blame(f"prefill of drafter {drafter.name!r}", prompt=prompt, state=state):
+        return drafter.prefill(params, state, prompt)
 
 
 def call_forward(
@@ -142,8 +126,8 @@ def check_proposal(drafter: Drafter, result: Any, batch: int, num_draft: int, vo
       vocab_size: V.
 
     Raises:
-      ConfigError: it is no pair of a proposal and a state, or ``has_memory`` disagrees with whether
-        the updates of a memory are counted.
+      ConfigError: it is no pair of a proposal and a state, or ``Drafter.memory`` disagrees with
+        whether the updates of a memory are counted.
       ShapeError: an array of the proposal has another shape or dtype than the contract's.
     """
     owner = f"propose of drafter {drafter.name!r}"
@@ -164,13 +148,14 @@ def check_proposal(drafter: Drafter, result: Any, batch: int, num_draft: int, vo
     }
     expected |= {name: x for name, x in optional.items() if getattr(proposal, name) is not None}
     _check_arrays(owner, proposal, expected, sizes)
-    is_counted = proposal.num_updates is not None or drafter.num_updates is not None
-    if is_counted and not drafter.has_memory:
-        raise ConfigError(f"{owner} counts updates of a memory; set has_memory=True")
-    if drafter.has_memory and not is_counted and num_draft > 0:
+    memory = drafter.memory
+    is_counted = proposal.num_updates is not None
+    if is_counted and memory is None:
+        raise ConfigError(f"{owner} counts updates of a memory; set memory=UpdateCount()")
+    if memory is not None and memory.read is None and not is_counted and num_draft > 0:
         raise ConfigError(
-            f"{owner} returned no num_updates although has_memory is True; return the memory's "
-            "count of updates there, or give the drafter num_updates=(params, state) -> count"
+            f"{owner} returned no num_updates although the drafter has a memory; return the count "
+            "of its updates there, or give memory=UpdateCount(read=(params, state) -> count)"
         )
     if proposal.parents is not None and not 1 <= proposal.tree_depth <= num_draft:
         raise ShapeError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from spec_jax import rng
 from spec_jax.compilation import bounded_jit
+from spec_jax.contracts import Prompt
 from spec_jax.decoding.calls import blame, call_forward, call_prefill, call_unembed, check_state
 from spec_jax.decoding.observers import see_first
 from spec_jax.decoding.round import decode_round
@@ -385,9 +386,8 @@ def init_state(
 def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots, chunk):
     """Returns the drafter's state after the prompts and each row's ``first`` token."""
     with jax.named_scope("prefill_draft"):
-        return constrain_state(
-            call_prefill(drafter, params, tokens, lengths, first, features, slots, chunk)
-        )
+        prompt = Prompt(tokens, lengths, first, features, chunk)
+        return constrain_state(call_prefill(drafter, params, prompt, slots))
 
 
 @functools.partial(bounded_jit, static_argnames=("system",), donate_argnames=("state",))

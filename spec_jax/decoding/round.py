@@ -67,7 +67,7 @@ def decode_round(params: dict[str, Any], state: DecodeState, system: System) -> 
     Raises:
       ConfigError, ShapeError: while tracing, the drafter or the rule breaks its contract.
     """
-    proposal, state = draft(params["draft"], state, system)
+    proposal, state = draft(params, state, system)
     scores, state = verify(params["target"], state, proposal, system)
     verdict = accept(state, proposal, scores, system)
     return commit(params["draft"], state, proposal, scores, verdict, system)
@@ -77,7 +77,7 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
     """Asks the drafter for K tokens per row.
 
     Args:
-      params: the draft's parameters.
+      params: ``{"target": ..., "draft": ...}``; the target's are for drafters that read it.
       state: the state of all rows.
       system: target, drafter, rule and K.
 
@@ -89,13 +89,13 @@ def draft(params: Any, state: DecodeState, system: System) -> tuple[Proposal, De
         what the rule needs.
       ShapeError: while tracing, the proposal has other shapes or dtypes than the contract's.
     """
-    if system.drafter.num_updates is not None:
-        num_updates = system.drafter.num_updates(params, state.draft)
+    memory = system.drafter.memory
+    if memory is not None and memory.read is not None:
+        num_updates = memory.read(params["draft"], state.draft)
         state = state.with_update_count(UpdateCounter.MEMORY, num_updates)
-    context = system.context(
-        state.tokens, state.length, state.draft_sampler, state.sampler.seed, state.sampler.is_greedy
-    )
-    proposal, drafter_state = propose(params, state.draft, context, system)
+    rows = (state.tokens, state.length, state.draft_sampler, state.sampler.seed)
+    context = system.context(*rows, state.sampler.is_greedy, params["target"], state.target)
+    proposal, drafter_state = propose(params["draft"], state.draft, context, system)
     if proposal.num_updates is not None:
         state = state.with_update_count(UpdateCounter.MEMORY, proposal.num_updates)
     return proposal, state.replace(draft=drafter_state)

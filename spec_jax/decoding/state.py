@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spec_jax.contracts import Context, Drafter, Model, Observer, Rule
+from spec_jax.contracts import Context, Drafter, Model, Observer, Rule, TargetView
 from spec_jax.models.chunks import CHUNK
 from spec_jax.sampling import Sampler, UpdateCounter
 
@@ -53,7 +53,7 @@ class System(NamedTuple):
     @property
     def depth(self) -> int:
         """Maximum number of drafts that a round accepts: K, or the depth of a tree."""
-        tree = self.drafter.tree
+        tree = self.drafter.shape.tree
         return self.num_draft if tree is None or self.num_draft == 0 else tree.depth
 
     @property
@@ -68,7 +68,7 @@ class System(NamedTuple):
     @property
     def lookahead_slots(self) -> int:
         """Slots that a round may write after the committed ones."""
-        return max(self.num_draft + 1, self.drafter.window)
+        return max(self.num_draft + 1, self.drafter.shape.scratch_slots)
 
     @property
     def needs_update_counts(self) -> bool:
@@ -76,7 +76,7 @@ class System(NamedTuple):
 
         The tokens of a coupled or greedy rule do not depend on drafts.
         """
-        learns = self.drafter.has_memory or self.is_adaptive
+        learns = self.drafter.memory is not None or self.is_adaptive
         return learns and not (self.rule.is_coupled or self.rule.is_greedy)
 
     @property
@@ -89,12 +89,16 @@ class System(NamedTuple):
         """Whether the rule or an observer reads ``Proposal.probs``."""
         return self.rule.needs_probs or any(x.needs_probs for x in self.observers)
 
-    def context(self, tokens, length, sampler, request, is_greedy) -> Context:
-        """Builds the drafter's ``Context``; what depends on the rule is filled in here.
+    def context(
+        self, tokens, length, sampler, request, is_greedy, params=None, cache=None
+    ) -> Context:
+        """Builds the drafter's ``Context``; what depends on rule and drafter is filled in here.
 
         Args:
           tokens, length, sampler, request, is_greedy: see ``Context``.
+          params, cache: see ``TargetView``; None where the target is out of reach.
         """
+        view = TargetView(self.target, params, cache) if self.drafter.shape.reads_target else None
         return Context(
             tokens,
             length,
@@ -104,6 +108,7 @@ class System(NamedTuple):
             has_probs=self.needs_probs,
             has_logits=self.rule.needs_logits,
             is_greedy=is_greedy,
+            target=view,
         )
 
 

@@ -5,6 +5,7 @@
 
 from spec_jax.drafters.block.kind import DFLASH, DFLASH2, DSPARK, TREEFLASH
 from spec_jax.drafters.eagle.kind import EAGLE, PEAGLE
+from spec_jax.drafters.early_exit import SELF
 from spec_jax.drafters.mtp.kind import MTP
 from spec_jax.drafters.ngram import NGRAM
 from spec_jax.drafters.registry import (
@@ -29,5 +30,6 @@ __all__ = [
     "register",
 ]
 
-for _kind in (STANDALONE, NGRAM, SUFFIX, EAGLE, PEAGLE, MTP, DFLASH, DFLASH2, DSPARK, TREEFLASH):
+_HEADS = (EAGLE, PEAGLE, MTP, DFLASH, DFLASH2, DSPARK, TREEFLASH)
+for _kind in (STANDALONE, NGRAM, SUFFIX, SELF, *_HEADS):
     register(_kind)

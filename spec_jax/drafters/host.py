@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import rng
-from spec_jax.contracts import Context, Drafter, Proposal
+from spec_jax.contracts import Context, Drafter, Host, Proposal, UpdateCount
 from spec_jax.drafters.model_free import NO_DRAFT, model_free
 from spec_jax.errors import ConfigError
 from spec_jax.sharding import copies_of_rows, shard_map_rows
@@ -168,7 +168,9 @@ def host_drafter(
     remembering = threading.Lock()
     drafter = model_free(name, propose, vocab_size)
     return drafter._replace(
-        is_sampled=is_sampled, has_memory=num_updates is not None, find_error=raised.find
+        is_sampled=is_sampled,
+        memory=None if num_updates is None else UpdateCount(),
+        host=Host(raised.find),
     )
 
 
@@ -204,7 +206,7 @@ class _Raised:
                 self._errors.pop(prefix, None)
 
     def find(self, prefix: tuple[int, ...], num_ahead: int = 0) -> Exception | None:
-        """See ``Drafter.find_error``."""
+        """See ``Host.find_error``."""
         n = len(prefix)
         with self._lock:
 

@@ -184,6 +184,20 @@ class LoadedHead(ReprMixin):
         write(self, pathlib.Path(directory), target, format=format, **options)
 
 
+def of_target(name: str, target: LoadedModel) -> LoadedHead | None:
+    """Returns the head that a name such as "self:8" makes of a target; None for other names.
+
+    Args:
+      name: of the draft.
+      target: what it drafts for.
+
+    Raises:
+      ConfigError: it cannot be made of this target.
+    """
+    config = registry.config_of_target(name, target.config)
+    return None if config is None else LoadedHead(name, config, {})
+
+
 def head_of(draft: LoadedModel | LoadedHead, target: Model) -> Head | None:
     """Returns the functions of a head that drafts every token, for a target with its taps.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from spec_jax.contracts import CatchUp, Context, Drafter, Proposal
+from spec_jax.contracts import Context, Drafter, Proposal, Sync
 
 
 def model_free(name: str, propose: Callable, vocab_size: int | None = None) -> Drafter:
@@ -25,12 +25,14 @@ def model_free(name: str, propose: Callable, vocab_size: int | None = None) -> D
         max_length=None,
         is_sampled=False,
         init=lambda params, batch, slots: (),
-        prefill=lambda params, state, tokens, lengths, pending, features: state,
+        prefill=lambda params, state, prompt: state,
         propose=propose,
         commit=lambda params, state, tokens, n, features, path: state,
         insert_row=lambda state, row, other: state,
-        catch_up=CatchUp(lambda params, state, tokens, length, width: state),
-        rewind=lambda state, n: state,
+        sync=Sync(
+            catch_up=lambda params, state, tokens, length, width: state,
+            rewind=lambda state, n: state,
+        ),
     )
 
 
@@ -50,7 +52,7 @@ def without_drafts(drafter: Drafter) -> Drafter:
 
     A drafter with ``catch_up`` skips these rounds; any other takes part in them.
     """
-    if drafter.catch_up is None:
+    if drafter.sync.catch_up is None:
         return drafter
-    commit = drafter.catch_up.defer_commit or NO_DRAFT.commit
+    commit = drafter.sync.defer_commit or NO_DRAFT.commit
     return drafter._replace(propose=_nothing, commit=commit)

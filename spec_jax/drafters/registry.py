@@ -68,6 +68,7 @@ class DraftPass(NamedTuple):
       skipped_weights: patterns, as of ``fnmatch``, of the names of that part's weights that it
         does not read. Names of nested tables are joined by dots, as in "layers.0.q".
       attends: it reads the cache; a pass that only writes keys and values does not.
+      num_layers: how many of the target's layers it goes through, in place of the draft's own.
     """
 
     name: str
@@ -77,6 +78,7 @@ class DraftPass(NamedTuple):
     part: str | None = None
     skipped_weights: tuple[str, ...] = ()
     attends: bool = True
+    num_layers: int | None = None
 
 
 def level_passes(
@@ -238,6 +240,8 @@ class DraftFormat:
         weights there; heads of other kinds are read whole before they are placed.
       write: ``(head, directory, target, *, format, dtype, num_speculative_tokens)``, the opposite;
         ``format`` may be None.
+      of_target: ``(target_config, option) -> config`` of a head without weights, which is made of
+        the target where a draft is named METHOD or METHOD:OPTION. Raises ConfigError.
       pick: ``(config, target, format, num_speculative_tokens) -> format`` that is written. Raises
         ConfigError if no format can express the config.
     """
@@ -246,6 +250,7 @@ class DraftFormat:
     read: Callable[..., Any] | None = None
     reads_sharded: bool = False
     write: Callable[..., None] | None = None
+    of_target: Callable[[Any, str], HeadConfig] | None = None
     pick: Callable[..., str | None] = lambda config, target, format, num_tokens: format
 
 
@@ -382,6 +387,21 @@ def kind_of_draft(draft: Any) -> DrafterKind:
     return kind_of(draft)
 
 
+def config_of_target(name: str, target: Any) -> HeadConfig | None:
+    """The config of a head that is made of its target, see ``DraftFormat.of_target``.
+
+    Args:
+      name: of the draft, such as "self:8".
+      target: the target's config.
+
+    Returns:
+      None for drafts that are loaded.
+    """
+    method, _, option = name.partition(":")
+    make = method in _KINDS and _KINDS[method].format.of_target
+    return make(target, option) if make else None
+
+
 def detect(directory: pathlib.Path) -> DrafterKind:
     """The kind of draft that a directory holds, by its config.json and its tensors.
 
@@ -400,7 +420,8 @@ def detect(directory: pathlib.Path) -> DrafterKind:
     keys = ("architectures", "model_type", "speculators_model_type")
     stated = ", ".join(f"{key} {shown(hf[key])}" for key in keys if key in hf)
     some = ", ".join(f"{name:.80}" for name in sorted(names)[:4])
-    known = ", ".join(kind.name for kind in _KINDS.values() if kind.drafting.draft != "none")
+    read = [k for k in _KINDS.values() if k.drafting.draft != "none" and not k.format.of_target]
+    known = ", ".join(kind.name for kind in read)
     raise ConfigError(
         f"{directory} holds no known kind of draft: config.json says "
         f"{stated or 'no model_type'}, and its {len(names)} tensors are {some}, ...; known "

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.config import SuffixConfig
-from spec_jax.contracts import Context, Drafter, Proposal
+from spec_jax.contracts import Context, Drafter, Proposal, UpdateCount
 from spec_jax.drafters.model_free import model_free
 from spec_jax.drafters.registry import DrafterKind, Drafting
 
@@ -146,7 +146,7 @@ def suffix(vocab_size: int, follow: SuffixConfig = SuffixConfig()) -> Drafter:
     drafter = model_free("suffix", propose, vocab_size)
     if follow.history_tokens == 0:
         return drafter
-    return drafter._replace(has_memory=True, num_updates=num_updates)
+    return drafter._replace(memory=UpdateCount(num_updates))
 
 
 class History:

@@ -23,9 +23,9 @@ from spec_jax.contracts import Drafter, Model, Observer, Rule
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.common.replicated import replicated
-from spec_jax.drafters.loaded import beside_target
+from spec_jax.drafters.loaded import beside_target, of_target
 from spec_jax.drafters.model_free import NO_DRAFT
-from spec_jax.engine.adaptive.deferred import with_deferred_commits
+from spec_jax.engine.adaptive.deferred import with_deferred_commits, with_room
 from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, plain_rule
 from spec_jax.engine.cancellation import CancellationToken
 from spec_jax.engine.request import named_sampler
@@ -118,6 +118,8 @@ class DecoderParts(ReprMixin):
             config = SpeculativeConfig(draft.method)
         elif config is None and drafter is not None:
             config = SpeculativeConfig()
+        if config is not None and draft is None and drafter is None:
+            draft = of_target(config.speculative_method, target)
         check_samplers(target_sampler=target_sampler, draft_sampler=draft_sampler)
         self.target_sampler = SamplerConfig() if target_sampler is None else target_sampler
         self.draft_sampler = draft_sampler
@@ -220,7 +222,7 @@ class DecoderParts(ReprMixin):
         return self.given_config.resolve(
             highest_temperature(samplers),
             is_sampled=self.drafter.is_sampled,
-            default=self.drafter.strategy,
+            default=self.drafter.defaults.strategy,
             drafter=self.own_drafter,
             rule=self.rule and self.rule.name,
         )
@@ -246,15 +248,15 @@ class DecoderParts(ReprMixin):
             raise ConfigError(f"rule {rule.name!r} emits argmax tokens: it needs temperature 0")
         if rule.needs_probs and self.num_draft == 0:
             raise ConfigError(f"rule {rule.name!r} accepts drafts; plain decoding has none")
-        if self.drafter.tree is not None and not rule.has_trees:
+        if self.drafter.shape.tree is not None and not rule.has_trees:
             raise ConfigError(
                 f"rule {rule.name!r} accepts chains only; trees need 'residual', 'traversal' or "
                 "'match'"
             )
-        if self.drafter.tree is not None and not self.model.takes("window_mask"):
+        if self.drafter.shape.tree is not None and not self.model.takes("window_mask"):
             raise ConfigError("forward of the target takes no window_mask, which trees need")
         observers = self.observers
-        if self.has_expected and rule.expected_acceptance and self.drafter.tree is None:
+        if self.has_expected and rule.expected_acceptance and self.drafter.shape.tree is None:
             observers = (*observers, decoding.expected_acceptance(rule))
         system = decoding.System(
             self.model,
@@ -277,8 +279,8 @@ class DecoderParts(ReprMixin):
             by = "" if self.draft is None else f" {self.draft.name!r}"
             facts["drafts"] = f"by {self.drafter.name}{by}"
             facts["K"] = f"up to {self.num_draft}" if self.adaptive else str(self.num_draft)
-            if self.drafter.tree is not None:
-                facts["tree of depth"] = str(self.drafter.tree.depth)
+            if self.drafter.shape.tree is not None:
+                facts["tree of depth"] = str(self.drafter.shape.tree.depth)
             facts["rule"] = self.system(self.target_sampler).rule.name
         facts["temperature"] = f"{highest_temperature(self.target_sampler):g}"
         if self.mesh is not None:
@@ -463,7 +465,7 @@ def make_drafter(
             f"speculative_method is {kind.name!r}; the draft {draft.name} is for {draft.method!r}"
         )
     drafter = kind.make_drafter(draft, target, config)
-    if isinstance(draft, LoadedHead) and draft.stated_length is not None:
+    if draft is not None and draft.stated_length is not None:
         return drafter._replace(max_length=draft.stated_length)
     return drafter
 
@@ -484,8 +486,8 @@ def with_adaptive(config: SpeculativeConfig | None, drafter: Drafter) -> Drafter
         drafter = with_confidence_stop(drafter, config.confidence_threshold)
     if not config.is_adaptive:
         return drafter
-    if drafter.tree is not None:
+    if drafter.shape.tree is not None:
         raise ConfigError(f"is_adaptive is set; drafter {drafter.name!r} proposes trees")
-    if drafter.catch_up is None:
-        return with_deferred_commits(drafter, CATCH_UP) if drafter.taps else drafter
-    return drafter._replace(window=max(drafter.window, CATCH_UP))
+    if drafter.sync.catch_up is None:
+        return with_deferred_commits(drafter, CATCH_UP) if drafter.shape.taps else drafter
+    return drafter._replace(shape=with_room(drafter.shape, CATCH_UP))

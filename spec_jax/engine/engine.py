@@ -80,7 +80,7 @@ class Engine:
         target = of.target.cpu_layout.prepare(None if batch is None else batch * (K + 1))
         draft = None
         if self.system.num_draft > 0 and of.draft is not None:
-            draft = draft_params(of.draft, target, batch, K, self.system.drafter.tree)
+            draft = draft_params(of.draft, target, batch, K, self.system.drafter.shape.tree)
         elif self.system.num_draft > 0 and of.history is not None:
             draft = of.history.params
         return {"target": target, "draft": draft}

@@ -389,6 +389,6 @@ def find_raised(
       prefix: the ids of its prompt and output.
       num_ahead: how many drafts the drafter may be ahead of the output.
     """
-    if finish != Finish.INVALID_DRAFT or system.drafter.find_error is None:
+    if finish != Finish.INVALID_DRAFT or system.drafter.host is None:
         return None
-    return system.drafter.find_error(tuple(map(int, prefix)), num_ahead)
+    return system.drafter.host.find_error(tuple(map(int, prefix)), num_ahead)

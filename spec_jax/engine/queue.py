@@ -186,7 +186,8 @@ class DecodeQueue:
         self._sampler = _in_turn(samplers, system.target.vocab_size)
         drafts = self._driver.draft_samplers
         is_own = bool(drafts)  # then its seed is folded into the request's, and does not count up
-        drafts = draft_samplers(drafts, samplers, system.drafter.draft_temperature)
+        usual = system.drafter.defaults.draft_temperature
+        drafts = draft_samplers(drafts, samplers, usual)
         self._draft_sampler = _in_turn(drafts, system.target.vocab_size, counts_up=not is_own)
         self._has_warned = False
         self._is_empty = False

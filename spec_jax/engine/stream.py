@@ -96,7 +96,7 @@ class Stream:
             B,
             system.target.vocab_size,
             options.seeds,
-            decoder.drafter.draft_temperature,
+            decoder.drafter.defaults.draft_temperature,
         )
         self._request = request.make_request(
             system,

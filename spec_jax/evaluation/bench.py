@@ -24,7 +24,7 @@ from spec_jax.errors import ConfigError, SpecJaxError
 from spec_jax.evaluation.cells import Cell, Draft, has_logits, tree_options
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.places import ACCEPTANCE_BY_PLACE
-from spec_jax.loading import LoadedHead, LoadedModel
+from spec_jax.loading import LoadedModel
 from spec_jax.rules import make_rule
 from spec_jax.sampling import draft_samplers, make_sampler
 
@@ -182,7 +182,7 @@ class Bench:
         seeds = [(self.sampler.seed + i) % 2**32 for i in self.chosen(index)]
         target = [dataclasses.replace(config, seed=seed) for seed in seeds]
         if temperature is None:
-            temperature = decoder.system().drafter.draft_temperature
+            temperature = decoder.system().drafter.defaults.draft_temperature
         return target, [*draft_samplers(None, target, temperature)]
 
     def request(self, cell: Cell, index: int, **options) -> tuple[Engine, Request]:
@@ -227,7 +227,7 @@ class Bench:
 
 def in_dtype(model: Any, dtype: str) -> Any:
     """Returns a model or head with weights in ``dtype``; a custom drafter stays as it is."""
-    if not isinstance(model, LoadedModel | LoadedHead):
+    if isinstance(model, Drafter | None):
         return model
 
     def cast(x):

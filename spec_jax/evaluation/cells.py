@@ -133,8 +133,8 @@ def make_cells(
         for name, draft in drafts.items():
             shapes: list[tuple[int, str | None]] = [(k, None) for k in ks[name]]
             if isinstance(draft, Drafter):
-                if draft.tree is not None:
-                    count = draft.tree.num_nodes
+                if draft.shape.tree is not None:
+                    count = draft.shape.tree.num_nodes
                     shapes = [(count, f"of {count} nodes")]
             elif has_logits(draft):
                 shapes += [(nodes[tree], tree) for tree in trees]

@@ -84,7 +84,7 @@ def compile_all(
         return None
     ks = {c.method: {d.k for d in cells if d.method == c.method and not d.tree} for c in cells}
     target, drafts = bench.models(cells[0].dtype)
-    drafts = {n: d for n, d in drafts.items() if isinstance(d, LoadedModel | LoadedHead)}
+    drafts = {n: d for n, d in drafts.items() if not isinstance(d, Drafter | None)}
     widest = max(cell.k for cell in cells if not cell.tree)
     slots = whole_slots(bench.longest + bench.max_new_tokens + widest + 1)  # as decoding has
     makers = pass_costs.timer_makers(target, drafts, ks, slots, bench.batch)
@@ -473,7 +473,7 @@ def compare(
     Args:
       target: The target, or a name or path that ``load_model`` takes.
       drafts: One draft or several: a model, a head, a ``Drafter``, a name or path that
-        ``load_draft`` takes, "ngram" or "suffix"; or a dict of them by name.
+        ``load_draft`` takes, "ngram", "suffix" or "self:N"; or a dict of them by name.
       prompts: Texts, lists of ids, or conversations.
       ks: K, drafted tokens per round: one or several, or those of each draft by its name.
       trees: Trees to draft in addition to chains, for drafts with logits, such as "3x2x1" or
@@ -608,7 +608,7 @@ def name_drafts(target: LoadedModel, drafts: Any) -> dict[str, Draft]:
                 raise ConfigError(
                     f"draft {draft!r} cannot draft for {target.name}: {error}"
                 ) from error
-        elif isinstance(draft, LoadedModel | LoadedHead | Drafter):
+        elif isinstance(draft, LoadedModel | LoadedHead | Drafter):  # what a caller may give
             loaded[name] = draft
         else:
             raise ConfigError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.config import SamplerConfig, SpeculativeConfig
-from spec_jax.contracts import Drafter, Head, Model
+from spec_jax.contracts import Drafter, Head, Model, Prompt
 from spec_jax.decoding import System
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.head import head_drafter
@@ -174,7 +174,7 @@ def refresh_step(
 def _features(target: Model, params: Params, tokens: jax.Array, drafter: Drafter) -> jax.Array:
     """dtype[B,T,E], ones in place of the target's states that a drafter reads."""
     hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
-    return jnp.ones((*hidden.shape[:2], len(drafter.taps) * hidden.shape[2]), hidden.dtype)
+    return jnp.ones((*hidden.shape[:2], len(drafter.shape.taps) * hidden.shape[2]), hidden.dtype)
 
 
 def drafting_step(system: System, params: Params, slots: int, batch: int) -> TimedPass:
@@ -193,15 +193,16 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Tim
     half = slots // 2
 
     def run(params, token, carry):
-        state, tokens, sampler, features = carry
+        state, tokens, sampler, features, cache = carry
         tokens = tokens.at[:, half].set(token)
         length, none = (jnp.full((batch,), n, jnp.int32) for n in (half, 0))
         new = features[:, : K + 1] + (1e-9 * token.mean()).astype(features.dtype)
         fed = jax.lax.dynamic_slice_in_dim(tokens, half, K + 1, axis=1)
         state = drafter.commit(params, state, fed, none, new, None)
-        context = system.context(tokens, length, sampler, sampler.seed, sampler.is_greedy)
+        rows = (tokens, length, sampler, sampler.seed, sampler.is_greedy)
+        context = system.context(*rows, params["target"], cache)
         proposal, state = drafter.propose(params, state, context, K)
-        return proposal.tokens[:, -1], (state, tokens, sampler, features)
+        return proposal.tokens[:, -1], (state, tokens, sampler, features, cache)
 
     def begin(params):
         tokens = jnp.zeros((batch, slots), jnp.int32)
@@ -209,13 +210,17 @@ def drafting_step(system: System, params: Params, slots: int, batch: int) -> Tim
         state = drafter.init(params, batch, slots)
         prompt = tokens[:, :half]
         length = jnp.full((batch,), half, jnp.int32)
-        state = drafter.prefill(params, state, prompt, length, tokens[:, 0], features[:, :half])
-        return state, tokens, features[:, : K + 1]
+        prompt = Prompt(prompt, length, tokens[:, 0], features[:, :half])
+        state = drafter.prefill(params, state, prompt)
+        cache = None
+        if drafter.shape.reads_target:
+            cache = system.target.init_cache(params["target"], batch, slots).commit(length)
+        return state, tokens, features[:, : K + 1], cache
 
     with use_mesh(mesh_of(params)):
-        state, tokens, features = jax.jit(begin)(params)
+        state, tokens, features, cache = jax.jit(begin)(params)
         sampler = make_sampler(SamplerConfig(), batch, system.target.vocab_size)
-    return TimedPass(run, params, (state, tokens, sampler, features))
+    return TimedPass(run, params, (state, tokens, sampler, features, cache))
 
 
 def round_timer(

@@ -125,7 +125,8 @@ def unrolled(
 
 def has_drafts(target: LoadedModel, draft: LoadedModel | LoadedHead) -> bool:
     """Whether ``unrolled`` can repeat the rounds of a draft: it is unrolled, or drafts blocks."""
-    return isinstance(draft, LoadedHead) and _text_drafts(draft.config, target.model) is not None
+    has_head = registry.find(draft.method).head is not None
+    return has_head and _text_drafts(draft.config, target.model) is not None
 
 
 @functools.cache

@@ -52,6 +52,7 @@ class LoadedModel(ReprMixin):
       notes: sentences on how an ambiguous checkpoint was read.
       generation_config: the object of generation_config.json; None: there is none.
       source: name, maker and licence, where the file of the weights says so.
+      stated_length: maximum tokens of a row that it drafts for, in place of its own; None: its own.
     """
 
     name: str
@@ -64,11 +65,12 @@ class LoadedModel(ReprMixin):
     notes: tuple[str, ...] = ()
     generation_config: Mapping[str, Any] | None = None
     source: str | None = None
+    stated_length: int | None = None
 
     @property
     def max_length(self) -> int:
         """Maximum tokens of a row, prompt and output together."""
-        return self.model.max_length
+        return self.model.max_length if self.stated_length is None else self.stated_length
 
     @functools.cached_property
     def cpu_layout(self) -> CpuLayout:

@@ -35,6 +35,7 @@ def forward(
     window_mask: jax.Array | None = None,
     begins: jax.Array | None = None,
     taps: tuple[int, ...] = (),
+    num_layers: int | None = None,
 ) -> ForwardOutput:
     """Feeds T tokens per row, after the tokens that the cache holds.
 
@@ -55,15 +56,19 @@ def forward(
         see ``Window.after``.
       taps: which states to return as features. 0..L-1 is the residual stream before that layer,
         L the stream after the last layer, and L+1 the state after the final norm.
+      num_layers: how many of the layers are run, without taps; None: all of them.
 
     Returns:
       ``hidden`` dtype[B,T,D] after the final norm, the cache with the window written, and
       ``features`` dtype[B,T,E], the tapped states concatenated in the order of ``taps``.
 
     Raises:
-      ConfigError: a sequence has several documents, and a layer keeps a state of all tokens.
+      ConfigError: a sequence has several documents, and a layer keeps a state of all tokens; or
+        layers are run by a loop that does not stop after ``num_layers``.
     """
     L = config.num_hidden_layers
+    taps = taps if num_layers is None else ()
+    end = L if num_layers is None else num_layers
     placed = window_offset, positions, window_mask, begins
     window = Window.after(config, cache, *tokens.shape, *placed)
     x = embed_tokens(params["embed"], tokens)
@@ -87,9 +92,14 @@ def forward(
     if cache is not None and config.scan_layers:
         cache = cache.open_window(tokens.shape[1])  # a loop over layers cannot make room
     for run in runs_of(config):
+        count = sum(i < end for i in run[0])
+        if count == 0:
+            break
+        is_whole = count * len(run) == sum(i < end for layers in run for i in layers)
+        require(is_whole, f"num_layers is {end}; layers are looped over {len(run)} at a time")
         weights = tuple(params["layers"][name_of(layers)] for layers in run)
         if len(run[0]) > 1:
-            x, cache, states = _scan(step, run, weights, x, cache, places, inner)
+            x, cache, states = _scan(step, run, count, weights, x, cache, places, inner)
             tapped |= states
             continue
         first = run[0].start
@@ -104,8 +114,8 @@ def forward(
     return ForwardOutput(hidden, cache, features)
 
 
-def _scan(step, run, weights, x, cache, places, inner):
-    """Runs layers that repeat by one loop, whose body is one period of their pattern.
+def _scan(step, run, count, weights, x, cache, places, inner):
+    """Runs layers that repeat by one loop of ``count`` periods of their pattern.
 
     Returns x, the cache, and by the number of each layer in ``inner`` the state before it.
     """
@@ -142,8 +152,15 @@ def _scan(step, run, weights, x, cache, places, inner):
             x, cache = step(layers.start, layer, x, cache, place)
         return (x, cache, held), None
 
+    def first(carry, repeat):  # of the stacks, since a slice of them would copy them
+        def at(x):
+            return jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False)
+
+        return body(carry, (jax.tree.map(at, scanned), repeat))
+
     repeats = jnp.arange(len(run[0]))
-    (x, cache, held), _ = jax.lax.scan(body, (x, cache, held), (scanned, repeats))
+    over = (body, (scanned, repeats)) if count == len(repeats) else (first, repeats[:count])
+    (x, cache, held), _ = jax.lax.scan(over[0], (x, cache, held), over[1])
     return x, cache, {i: held[slots[i]] for i in read}
 
 
@@ -203,4 +220,5 @@ def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None 
         unembed=unembed_tokens if is_padded else unembed,
         num_tokens=num_tokens if is_padded else None,
         open_window=lambda cache, width: cache.open_window(width),
+        config=config,
     )

@@ -152,9 +152,10 @@ def check(system: System) -> None:
     can_rewind = system.target.can_rewind
     require(can_rewind, "the target cannot forget rejected drafts, so nothing is drafted for it")
     cannot = f"drafter {drafter.name!r} cannot be overlapped: it"
-    require(not drafter.taps, f"{cannot} reads the target's states, which are not there yet")
-    require(drafter.tree is None, f"{cannot} drafts trees, and what runs ahead is a chain")
-    has_rewind = drafter.rewind is not None
+    is_blind = not (drafter.shape.taps or drafter.shape.reads_target)
+    require(is_blind, f"{cannot} reads the target's states, which are not there yet")
+    require(drafter.shape.tree is None, f"{cannot} drafts trees, and what runs ahead is a chain")
+    has_rewind = drafter.sync.rewind is not None
     require(has_rewind, f"{cannot} has no `rewind` to forget a block that is dropped")
     require(system.num_draft > 0, f"{cannot} drafts nothing")
     require(

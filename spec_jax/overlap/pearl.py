@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
-from spec_jax.contracts import Proposal
+from spec_jax.contracts import Prompt, Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.decoding.calls import blame, call_prefill
 from spec_jax.sampling import Sampler
@@ -69,8 +69,8 @@ def prefill_draft(
     drafter = system.drafter
     first = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
     # K slots more: a block follows what is ahead.
-    chunk = system.prefill_chunk
-    draft = call_prefill(drafter, params, prompts, length, first, None, slots + K, chunk)
+    prompt = Prompt(prompts, length, first, chunk=system.prefill_chunk)
+    draft = call_prefill(drafter, params, prompt, slots + K)
 
     def none():
         return Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))
@@ -121,7 +121,7 @@ def _follow_outcome(params, side: DraftSide, outcome: Verified, drafter) -> Draf
     with blame(f"commit of drafter {drafter.name!r}", tokens=tokens, n=n, state=side.draft):
         draft = drafter.commit(params, side.draft, tokens, n, None, None)
     with blame(f"rewind of drafter {drafter.name!r}", state=draft):
-        draft = drafter.rewind(draft, jnp.maximum(-gained, 0))
+        draft = drafter.sync.rewind(draft, jnp.maximum(-gained, 0))
     side = decoding.append(side, {"tokens": outcome.tokens}, side.length + 1, outcome.n_emit)
     return side.replace(length=side.length + outcome.n_emit, ahead=ahead, draft=draft)
 

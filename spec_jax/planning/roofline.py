@@ -102,7 +102,12 @@ def round_work(
     passes = [verify]
     for one in kind.drafting.round_passes(draft, num_draft, tree):
         stack = Stack.of(
-            draft, setting, is_draft=True, part=one.part, skipped_weights=one.skipped_weights
+            draft if one.num_layers is None else target,
+            setting,
+            is_draft=one.num_layers is None,
+            part=one.part,
+            skipped_weights=one.skipped_weights,
+            num_layers=one.num_layers,
         )
         scorer = stack if stack.head else own
         work = stack.run(setting, one.width, one.scored, scorer, attends=one.attends)

@@ -184,6 +184,7 @@ class Stack:
         is_draft: bool = False,
         part: str | None = None,
         skipped_weights: tuple[str, ...] = (),
+        num_layers: int | None = None,
     ) -> Stack:
         """Counts a model, or a head of any registered kind.
 
@@ -193,10 +194,12 @@ class Stack:
           is_draft: whether it lies as drafts do.
           part: of a head that has several, see ``HeadSpec.parts``; None: the first.
           skipped_weights: patterns of the names of weights that are not read, see ``DraftPass``.
+          num_layers: how many of a model's layers are run; None: all of them.
         """
         is_replicated = is_draft and setting.is_draft_replicated
         mesh = setting.abstract_mesh
-        return _stack(config, mesh, is_replicated, setting.dtype, part, skipped_weights)
+        what = (part, skipped_weights, num_layers)
+        return _stack(config, mesh, is_replicated, setting.dtype, *what)
 
     def slots_bytes(self, context: float) -> float:
         """The cache's bytes of a row for a context of so many tokens, without ``fixed_bytes``."""
@@ -261,14 +264,15 @@ def _local(axes, shape, mesh, axis_rules: AxisRules, counts: Mapping[str, int]) 
 
 
 def _cache_bytes(
-    config: Any, mesh: AbstractMesh, axis_rules: AxisRules, dtype: str
+    config: Any, mesh: AbstractMesh, axis_rules: AxisRules, dtype: str, num_layers: int | None
 ) -> dict[str, float]:
     """The fields of ``Stack`` with the bytes of a row on one device."""
     if config is None:  # a head without a cache
         return {}
 
     def size(slots: int) -> float:
-        init = functools.partial(init_cache, config, mesh.shape["data"], slots, jnp.dtype(dtype))
+        sizes = (mesh.shape["data"], slots, jnp.dtype(dtype))
+        init = functools.partial(init_cache, config, *sizes, num_layers)
         with jax.sharding.use_abstract_mesh(mesh), use_axis_rules(axis_rules):
             state = jax.eval_shape(init)
         leaves = zip(jax.tree.leaves(state), jax.tree.leaves(state_axes(state)), strict=True)
@@ -296,13 +300,14 @@ def _stack(
     dtype: str,
     part: str | None,
     skipped_weights: tuple[str, ...],
+    num_layers: int | None,
 ) -> Stack:
     axis_rules = REPLICATED if is_replicated else SHARDED
     head_spec = kind_of_draft(config).head
     is_head = head_spec is not None
     layer = layer_of(config) if is_head else config
     outer = {} if is_head else dict(outer_table(config))
-    layers = [] if is_head else layer_tables(config)
+    layers = [] if is_head else layer_tables(config)[:num_layers]
     if is_head:
         parts = head_spec.parts_of(config)
         table = flat_table(parts[next(iter(parts)) if part is None else part])
@@ -345,6 +350,6 @@ def _stack(
         is_vocab_split=head is not None and vocab < head.shape[1],
         reduced=sum(summed),
         num_reduced=len(summed),
-        **_cache_bytes(layer, mesh, axis_rules, dtype),
+        **_cache_bytes(layer, mesh, axis_rules, dtype, num_layers),
         queries=uses * heads / (groups * kv_replication("kv_heads", groups, mesh, axis_rules)),
     )

@@ -87,7 +87,7 @@ def check_conformance(
 
 @functools.partial(jax.jit, static_argnames="system")
 def _draft_and_verify(params, state: DecodeState, system: System):
-    proposal, state = decoding.draft(params["draft"], state, system)
+    proposal, state = decoding.draft(params, state, system)
     scores, state = decoding.verify(params["target"], state, proposal, system)
     return proposal, scores, state
 
@@ -100,7 +100,8 @@ def _accept_and_commit(params, state, proposal, scores, system: System):
 
 @functools.partial(jax.jit, static_argnames="system")
 def _rewind(state: DecodeState, n: jax.Array, system: System) -> DecodeState:
-    return state.replace(target=state.target.rewind(n), draft=system.drafter.rewind(state.draft, n))
+    draft = system.drafter.sync.rewind(state.draft, n)
+    return state.replace(target=state.target.rewind(n), draft=draft)
 
 
 _take_rows = jax.jit(take_rows)
@@ -298,7 +299,7 @@ def _check_acceptance(run: _Run) -> None:
 
 def _check_states(run: _Run) -> None:
     """After every round, drafts and scores are those after a fresh prefill of the same tokens."""
-    if run.system.drafter.has_memory and run.params["draft"] is None:
+    if run.system.drafter.memory is not None and run.params["draft"] is None:
         return  # it remembers more than the row's text
     for number, (state, asked) in enumerate(zip(run.states, run.asked)):
         when = f"after {number} rounds as against a fresh prefill of the same tokens"
@@ -332,7 +333,7 @@ def _check_insert(run: _Run) -> None:
 def _check_rewind(run: _Run) -> None:
     """Without its last tokens, a state is that of a fresh prefill of the others."""
     drafter = run.system.drafter
-    if drafter.rewind is None or not hasattr(run.states[-1].target, "rewind"):
+    if drafter.sync.rewind is None or not hasattr(run.states[-1].target, "rewind"):
         return
     state = run.states[len(run.states) // 2]
     room = np.asarray(state.length - state.prompt_length)
@@ -363,13 +364,13 @@ def _check_snapshot(run: _Run) -> None:
 def _check_idle(run: _Run) -> None:
     """Rounds of K = 0, and the drafter's ``catch_up`` after them, leave no gap in its state."""
     drafter = run.system.drafter
-    if drafter.tree is not None:
+    if drafter.shape.tree is not None:
         return  # K is the number of nodes
     idle = system_of(run.system, 0)
     state = run.states[1]
     for _ in range(3):
         state = run.round(run.ask(state, idle), idle)
-    if drafter.catch_up is not None:
+    if drafter.sync.catch_up is not None:
         with use_mesh(run.decoder.mesh):
             state = catch_up(run.params, jax.tree.map(jnp.copy, state), system=run.system)
     run.check_equal("idle", state, run.afresh(state), "after three rounds without drafts")

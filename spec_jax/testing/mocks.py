@@ -34,7 +34,9 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
         del params
         return TokenCache.create(batch, slots)
 
-    def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positions=None):
+    def forward(
+        params, tokens, cache, *, window_offset=0, window_mask=None, positions=None, num_layers=None
+    ):
         del positions  # it reads no positions
         B, T = tokens.shape
         rows = jnp.arange(B)[:, None]
@@ -46,6 +48,7 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
             is_before = window_mask & (index < (window_offset + jnp.arange(T))[:, None])
             before = cache.length[:, None] + jnp.where(is_before, index, -1).max(axis=2)
         before = jnp.where(before >= 0, held[rows, jnp.maximum(before, 0)], 0)
+        before = before if num_layers is None else jnp.zeros_like(before)
         table = params["logits"]
         hidden = table[(before * vocab_size + held[rows, slots]) % table.shape[0]]
         return ForwardOutput(hidden, cache, features=hidden)

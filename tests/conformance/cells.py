@@ -21,7 +21,7 @@ from spec_jax import SpeculativeConfig, SpeculativeDecoder, host_drafter
 from spec_jax.drafters import registry
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.mtp.model import MtpConfig
-from spec_jax.loading import LoadedModel, random_head
+from spec_jax.loading import LoadedModel, load_draft, random_head
 from spec_jax.models import transformer
 
 K = 3
@@ -50,6 +50,7 @@ FAMILIES = {
         tiny_models.QWEN35_MOE, num_hidden_layers=4, layer_types=LOOP, scan_layers=True
     ),
 }
+EXITS = {"bamba": 2, "qwen3.5 in a loop": 2, "windows": 2, "windows in a loop": 2}
 OWN_KINDS = (gate_kind.KIND, block_kind.KIND)
 SHAPES = {
     "chain": {"num_speculative_tokens": K},
@@ -93,6 +94,13 @@ def of_family(config):
     return Subject("standalone", dataclasses.replace(target, params=near), target=target)
 
 
+def early_exit(config, num_layers=1):
+    """The first layers of a target, whose weights are large."""
+    model = transformer.model(config)
+    target = LoadedModel("target", model, random_weights(config, 0), config=config)
+    return Subject("self", load_draft(f"self:{num_layers}", target), target=target)
+
+
 def repeat(prefix, k, seed):
     """Drafts that the last two tokens go on in turn, one to k of them."""
     return [prefix[-2:][i % 2 - 1] for i in range(1 + seed % k)] if len(prefix) > 1 else []
@@ -117,6 +125,11 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         for name, layer in LAYERS.items()
     },
     **{f"on {name}": lambda config=config: of_family(config) for name, config in FAMILIES.items()},
+    "self": lambda: early_exit(LLAMA),
+    **{
+        f"self on {name}": lambda name=name: early_exit(FAMILIES[name], EXITS.get(name, 1))
+        for name in FAMILIES
+    },
     "gate": lambda: headed(gate_kind.new(LLAMA)),
     "block": lambda: headed(block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, taps=(1, 3))),
     "host": lambda: Subject("standalone", drafter=host_drafter(repeat)),

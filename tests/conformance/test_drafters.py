@@ -14,10 +14,20 @@ from spec_jax.testing import conformance
 from spec_jax.testing.conformance import check_conformance
 
 BLOCKS = ("peagle", "dflash", "dflash2", "dspark", "treeflash")
-FAMILIES = [name for name in cells.SUBJECTS if name.startswith("on ")]
-HYBRIDS = ("on qwen3.5", "on deepseek", "on windows", "on qwen3.5 in a loop")
+FAMILIES = [name for name in cells.SUBJECTS if "on " in name]
+HYBRIDS = ("self on qwen3.5", "on qwen3.5", "on deepseek", "on windows", "on qwen3.5 in a loop")
 SLIDING = ("on windows", "on windows in a loop", "eagle3 with a window")
-TREES = ("standalone", "eagle1", "eagle3", "eagle3 of few ids", "mtp", "gate", *SLIDING, *BLOCKS)
+TREES = (
+    "standalone",
+    "self",
+    "eagle1",
+    "eagle3",
+    "eagle3 of few ids",
+    "mtp",
+    "gate",
+    *SLIDING,
+    *BLOCKS,
+)
 KINDS = [name for name in cells.SUBJECTS if name not in FAMILIES and "mtp of" not in name]
 CHAINS = [f"{name}-chain-match" for name in cells.SUBJECTS]
 VARIANTS = ("eagle1", "eagle3 of few ids", "eagle3 with a window")
@@ -65,7 +75,9 @@ def test_calls_conform(cell):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["standalone", "suffix", "eagle3", "mtp in turn", "dspark"])
+@pytest.mark.parametrize(
+    "name", ["standalone", "suffix", "self", "eagle3", "mtp in turn", "dspark"]
+)
 def test_decoders_of_adaptive_k_conform(name):
     """K by measured times; a head is given what rounds of K = 0 have kept for it."""
     checks = [*conformance.ROUNDS, "idle", "generate", "queue", "end"]

@@ -19,6 +19,7 @@ from spec_jax import decoding
 from spec_jax import planning as plan
 from spec_jax.config import SamplerConfig
 from spec_jax.drafters.eagle.model import EagleConfig, eagle, init_head
+from spec_jax.drafters.early_exit import early_exit
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import standalone
@@ -85,6 +86,8 @@ def compile_generate(
         drafter = NO_DRAFT
     elif kind == "ngram":
         drafter = ngram()
+    elif kind == "self":
+        drafter = early_exit(model, TARGET_LAYERS // 2, tree)
     elif kind == "head":
         head = EagleConfig.of_target(target, draft_vocab_size=VOCAB // 2)
         model = transformer.model(target, head.taps)
@@ -173,7 +176,7 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
     assert moves_in_loops(text, smallest) == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.representatives("self-chain")
 @pytest.mark.parametrize(
     "kind, tree, batch, strategy",
     [
@@ -182,8 +185,13 @@ def test_unrolled_layers_are_read_where_they_lie(num_draft, batch, draft_layers)
         ("head", Tree.branching((2, 2)), 2, "traversal"),
         ("head", DynamicTree(12, 3, 4), 1, "greedy"),
         ("standalone", DynamicTree(12, 3, 4), 2, "residual"),
+        ("self", None, 1, "greedy"),
+        ("self", Tree.branching((2, 2)), 2, "residual"),
     ],
-    ids=["ngram", "head-chain", "head-static", "head-dynamic", "standalone-dynamic"],
+    ids=[
+        *("ngram", "head-chain", "head-static", "head-dynamic", "standalone-dynamic"),
+        *("self-chain", "self-static"),
+    ],
 )
 def test_no_drafter_tree_or_rule_moves_a_cache(kind, tree, batch, strategy):
     """The accepted path is gathered slot by slot, and the window's mask is no copy of a cache."""

@@ -30,6 +30,7 @@ from support.scripted import Known
 import spec_jax
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import UpdateCount
 from spec_jax.drafters.suffix import History, suffix
 from spec_jax.engine.adaptive.policy import RoundCosts, Tuner
 from spec_jax.engine.decoder import SpeculativeDecoder
@@ -90,11 +91,12 @@ def test_the_count_of_updates_belongs_to_the_memory_and_not_to_the_decoder(remem
 def test_a_memory_must_state_its_updates(remembering):
     target = remembering.target
     options = {"config": SpeculativeConfig(num_speculative_tokens=K), "target_sampler": WARM}
-    for changed, message in (
-        ({"has_memory": False}, "counts updates of a memory; set has_memory=True"),
-        ({"num_updates": None}, "returned no num_updates although has_memory is True"),
+    counting = spec_jax.host_drafter(lambda *_: [], num_updates=lambda: 0)
+    for drafter, message in (
+        (counting._replace(memory=None), "counts updates of a memory; set memory="),
+        (suffix(V)._replace(memory=UpdateCount()), "no num_updates although the drafter has"),
     ):
-        decoder = SpeculativeDecoder(target, drafter=suffix(V)._replace(**changed), **options)
+        decoder = SpeculativeDecoder(target, drafter=drafter, **options)
         with pytest.raises(ConfigError, match=message):
             decoder.generate([[0, 1]], 4)
     for answer in (-1, None, 2**31, 0.5):

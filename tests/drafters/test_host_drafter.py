@@ -106,12 +106,12 @@ def test_every_row_of_a_faulty_answer_is_refused_and_its_error_found(is_sampled,
     proposal = propose(tokens, length, seeds, drafter=host)
     assert proposal.n_draft.tolist() == [-1] * B and not proposal.tokens.any()
     for row, n in zip(np.asarray(tokens), np.asarray(length)):
-        error = host.find_error(tuple(row[: n + 1].tolist()), 0)
+        error = host.host.find_error(tuple(row[: n + 1].tolist()), 0)
         with pytest.raises(ValueError, match=words):
             raise error
     ANSWER["value"] = ([], []) if is_sampled else []  # what is mended is forgotten
     jax.block_until_ready(propose(tokens, length, seeds, drafter=host))
-    assert host.find_error((), M) is None
+    assert host.host.find_error((), M) is None
 
 
 def test_fewer_drafts_than_k_and_none_are_drafts_too():

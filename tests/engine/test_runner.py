@@ -15,6 +15,7 @@ from support.tiny_models import LLAMA, loaded
 
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.contracts import Prompt
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.eagle.model import EagleConfig
 from spec_jax.drafters.model_free import NO_DRAFT
@@ -107,12 +108,14 @@ def test_a_head_catches_up_with_each_rows_own_tokens_and_the_states_before_them(
     begin = length = np.array([3, 2])
     state_of = lambda tokens: jnp.asarray(tokens, jnp.float32)[..., None]
     state = drafter.init(None, 2, 8)
-    state = drafter.prefill(None, state, tokens[:, :3], begin, None, state_of(tokens[:, :3]))
+    state = drafter.prefill(
+        None, state, Prompt(tokens[:, :3], begin, None, state_of(tokens[:, :3]))
+    )
     for n in ([1, 1], [1, 0], [1, 1]):
         new, before = tokens[rows, length + 1, None], state_of(tokens[rows, length, None])
-        state = drafter.catch_up.defer_commit(None, state, new, jnp.asarray(n), before, None)
+        state = drafter.sync.defer_commit(None, state, new, jnp.asarray(n), before, None)
         length = length + n
-    drafter.catch_up.run(None, state, jnp.asarray(tokens), jnp.asarray(length), 8)
+    drafter.sync.catch_up(None, state, jnp.asarray(tokens), jnp.asarray(length), 8)
     ((new, n, before, _),) = fed
     for row, (first, last) in enumerate(zip(begin, length)):
         assert n[row] == last - first

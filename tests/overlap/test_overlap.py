@@ -7,6 +7,7 @@ import pytest
 
 from spec_jax import DecodeQueue, SpeculativeDecoder, decoding, testing
 from spec_jax.config import SpeculativeConfig
+from spec_jax.contracts import DraftShape, Sync
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.drafters.ngram import ngram
 from spec_jax.drafters.standalone.model import StandaloneState, standalone
@@ -34,11 +35,14 @@ def apart(*args):
 REFUSED = [
     (lambda: check(standalone(TOY), "block"), "'block' looks at drafts past the first rejection"),
     (lambda: check(standalone(TOY, Tree.branching((2, 1))), num_draft=4), "drafts trees"),
-    (lambda: check(standalone(TOY)._replace(taps=(1,))), "reads the target's states"),
-    (lambda: check(standalone(TOY)._replace(rewind=None)), "has no `rewind`"),
+    (lambda: check(standalone(TOY)._replace(shape=DraftShape((1,)))), "reads the target's states"),
+    (lambda: check(standalone(TOY)._replace(sync=Sync())), "has no `rewind`"),
     (lambda: check(NO_DRAFT, num_draft=0), "drafts nothing"),
     (lambda: check(suffix(4), "residual"), "drafts from earlier outputs, which overlapped draft"),
-    (lambda: standalone(TOY).rewind(StandaloneState({}), 1), "keeps a dict, which cannot forget"),
+    (
+        lambda: standalone(TOY).sync.rewind(StandaloneState({}), 1),
+        "keeps a dict, which cannot forget",
+    ),
     (lambda: apart(MOCKS[0]), "drafts nothing"),
     (lambda: apart(*MOCKS, ADAPTIVE), "an overlapped draft needs a fixed K"),
     (lambda: DecodeQueue(apart(*MOCKS), [[1]], batch=1), "a queue refills rows"),

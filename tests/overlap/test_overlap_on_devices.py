@@ -55,7 +55,8 @@ def erring(rewind=None):
         wrong = (proposal.tokens + 1) % V
         return proposal.replace(tokens=jnp.where(position % 5 == 0, wrong, proposal.tokens)), state
 
-    drafter = honest._replace(name="erring", propose=propose, rewind=rewind or honest.rewind)
+    sync = honest.sync._replace(rewind=rewind or honest.sync.rewind)
+    drafter = honest._replace(name="erring", propose=propose, sync=sync)
     few = lambda length: jnp.where(length % 4 == 1, 2, K)
     return testing.ragged(drafter, lambda length: jnp.where(length % 7 == 3, 0, few(length)))
 

@@ -13,6 +13,7 @@ from support.block_drafts import HEADS, TARGET, features_of, head_of
 from support.tiny_models import LLAMA
 
 from spec_jax import load_model
+from spec_jax.contracts import Prompt
 from spec_jax.drafters.block.model import block_drafter, block_states
 from spec_jax.drafters.block.objective import candidate_loss
 from spec_jax.drafters.block.steps import confidence_logits, normed, step_logits
@@ -95,7 +96,9 @@ def test_an_exported_block_drafter_has_the_same_logits_there(tmp_path, target, n
 
     state = drafter.init(params, 1, 24)
     n = 5
-    state = drafter.prefill(params, state, TEXT[None, :n], jnp.asarray([n]), None, features[:, :n])
+    state = drafter.prefill(
+        params, state, Prompt(TEXT[None, :n], jnp.asarray([n]), None, features[:, :n])
+    )
     for more in (3, 0):
         logits, confidence = ours(state, jnp.asarray(TEXT[n : n + 1]))
         ids = np.full(config.block_size, config.mask_token_id)

@@ -16,6 +16,7 @@ from support.sharded import Case, make_decoder
 
 from spec_jax import decoding
 from spec_jax.drafters import registry as kinds
+from spec_jax.drafters.early_exit import ExitConfig
 from spec_jax.models.config import ModelConfig
 from spec_jax.models.families import registry as families
 from spec_jax.models.families.bamba import BambaConfig
@@ -36,7 +37,7 @@ WHOLE |= dict(layers="a scan goes through them", slots="every token attends to a
 TARGETS = [*tiny_models.FAMILIES, *tiny_models.STATE_FAMILIES, *tiny_models.SPARSE_FAMILIES]
 LAYERS = [tiny_models.DEEPSEEK, tiny_models.QWEN3_NEXT]
 HEADS = [*eagle_heads.CONFIGS.values(), *mtp_modules.CONFIGS.values(), *block_drafts.HEADS.values()]
-HEADS += parallel_heads.HEADS.values()
+HEADS += [*parallel_heads.HEADS.values(), ExitConfig(tiny_models.FAMILIES[0], 1)]
 
 
 def tables():
@@ -111,7 +112,7 @@ def states_of(name):
         state = decoding.prefill(
             params, tokens, row, row + 9, stop, sampler, sampler, system=system, slots=SLOTS
         )
-        proposal, within = decoding.draft(params["draft"], state, system)
+        proposal, within = decoding.draft(params, state, system)
         return state, decoding.verify(params["target"], within, proposal, system)[1]
 
     with jax.set_mesh(decoder.mesh):

@@ -10,7 +10,7 @@ import functools
 
 import jax.numpy as jnp
 
-from spec_jax.contracts import Drafter
+from spec_jax.contracts import Drafter, DraftShape
 from spec_jax.drafters import DrafterKind, Drafting, DraftPass, HeadSpec
 from spec_jax.drafters.common.chain import draft_block
 from spec_jax.models.caches.kv import KVCache
@@ -70,11 +70,11 @@ def block_drafter(config, target):
         max_length=config.max_length,
         is_sampled=True,
         init=lambda params, B, S: KVCache.create(layer, B, S, params["head"]["fc"].dtype),
-        prefill=lambda p, cache, tokens, lengths, pending, x: inject(p, cache, x, lengths),
+        prefill=lambda p, cache, new: inject(p, cache, new.features, new.lengths),
         propose=propose,
         commit=lambda params, cache, tokens, n, features, path: inject(params, cache, features, n),
         insert_row=KVCache.insert_row,
-        taps=config.taps,
+        shape=DraftShape(config.taps),
     )
 
 

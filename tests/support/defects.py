@@ -62,7 +62,9 @@ def window_sees_its_future(decoder):
 def wrong_rotary_base(decoder):
     config = decoder.target.config
     rope = dataclasses.replace(config.rope, rope_theta=2 * config.rope.rope_theta)
-    other = transformer.model(dataclasses.replace(config, rope=rope), decoder.system().drafter.taps)
+    other = transformer.model(
+        dataclasses.replace(config, rope=rope), decoder.system().drafter.shape.taps
+    )
     change = lambda forward, params, tokens, cache: other.forward(params, tokens, cache)
     return in_verify(decoder, change)
 

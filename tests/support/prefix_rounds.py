@@ -7,7 +7,7 @@ from support.block_drafts import TARGET, features_of
 from support.tiny_models import LLAMA
 
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Context
+from spec_jax.contracts import Context, Prompt
 from spec_jax.models import transformer
 from spec_jax.sampling import make_sampler
 
@@ -40,7 +40,7 @@ class Rounds:
 
         def run(params, *prompt):
             state = self.drafter.init(params, len(N), 20)
-            return self.drafter.prefill(params, state, *prompt, *chunk)
+            return self.drafter.prefill(params, state, Prompt(*prompt, *chunk))
 
         return jax.jit(run)(self.params, *prompt)
 

@@ -7,6 +7,7 @@ from oracles import markov
 import spec_jax
 from spec_jax import decoding, testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig, SuffixConfig
+from spec_jax.contracts import UpdateCount
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.model_free import model_free
 from spec_jax.drafters.suffix import GAP, suffix
@@ -48,8 +49,8 @@ class SampledMemories:
     def __init__(self, rows: int):
         self._last, self._count = np.zeros((rows, NUM_TOKENS + K), np.int32), 0
         drafter = model_free("sampled memory", self._propose, V)
-        options = dict(has_memory=True, num_updates=lambda params, state: params["num_updates"])
-        self.drafter = drafter._replace(is_sampled=True, **options)
+        memory = UpdateCount(lambda params, state: params["num_updates"])
+        self.drafter = drafter._replace(is_sampled=True, memory=memory)
 
     def prompts(self, rows: int) -> np.ndarray:
         return np.tile(np.arange(3, dtype=np.int32), (rows, 1))

@@ -86,4 +86,4 @@ def test_the_drafts_of_each_row_come_from_its_own_memory():
     context = system.context(tokens, length, None, np.zeros(2, np.uint32), None)
     proposal, _ = drafter.propose(params, (), context, 2)
     assert np.asarray(proposal.tokens).tolist() == [[2, 2], [0, 0]]
-    assert np.asarray(drafter.num_updates(params, ())).tolist() == [1, 1]
+    assert np.asarray(drafter.memory.read(params, ())).tolist() == [1, 1]

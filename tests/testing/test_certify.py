@@ -19,6 +19,7 @@ import spec_jax
 from spec_jax import rng, sampling, testing
 from spec_jax.contracts import Rule, Verdict
 from spec_jax.decoding import round as decode_round
+from spec_jax.drafters.early_exit import early_exit
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.errors import ConfigError
 from spec_jax.rules import batched, chain
@@ -183,6 +184,19 @@ def keeps_a_rejected_draft(target):
     return honest._replace(name="mutant", commit=commit)
 
 
+def reads_what_was_rejected(target):
+    """A draft that reads the target's cache, and offers as many drafts as a slot past it says."""
+    honest = early_exit(target.model, 1)
+
+    def propose(params, state, context, num_draft):
+        proposal, state = honest.propose(params, state, context, num_draft)
+        cache = context.target.cache
+        after = jnp.take_along_axis(cache.tokens, cache.length[:, None] + 1, axis=1)[:, 0]
+        return proposal.replace(n_draft=jnp.minimum(num_draft, 1 + after)), state
+
+    return honest._replace(name="mutant", propose=propose)
+
+
 def with_seed(context, seed):
     return context._replace(sampler=context.sampler.replace(seed=seed))
 
@@ -317,6 +331,29 @@ def test_drafts_that_requests_of_one_draft_sampler_share_are_caught():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_draft_that_reads_the_targets_cache_is_certified_unless_it_writes_there(
+    is_damaged, monkeypatch
+):
+    honest = decode_round.draft
+
+    def damaged(params, state, system):
+        """As ``round.draft``, but the first token of the target's cache is another one."""
+        proposal, state = honest(params, state, system)
+        tokens = state.target.tokens
+        tokens = tokens.at[:, 0].set((tokens[:, 0] + 1) % 3)
+        return proposal, state.replace(target=state.target.replace(tokens=tokens))
+
+    make = lambda target: early_exit(target.model, 1)
+    if is_damaged:
+        monkeypatch.setattr(decode_round, "draft", damaged)
+        caught(WHERE, drafter=make, trials=300)
+        return
+    certificate = spec_jax.certify(drafter=make, trials=300)
+    assert certificate.failure is None and certificate.max_error <= 1e-6
+
+
+@pytest.mark.exhaustive
 def test_top_p_before_temperature_is_caught(monkeypatch):
     def process(logits, sampler, drafted, is_before, *, is_argmax):
         """As ``sampling.process_rows``, but the filters see the logits before the temperature."""
@@ -400,6 +437,7 @@ IS_ARGMAX = r"token \d should be \d as decoded by plain decoding"
 DEFECTS = {
     **{x.__name__: ("drafter", changed_draft(x), words) for x, words in PROPOSALS.items()},
     "keeps a rejected draft": ("drafter", keeps_a_rejected_draft, "not that of a fresh prefill"),
+    "reads what was rejected": ("drafter", reads_what_was_rejected, "not that of a fresh prefill"),
     "reads its place": ("drafter", mutant(seed_of_a_place), "in another place of the batch"),
     "a bonus is an argmax": ("rule", lossless(bonus_is_an_argmax(is_stated=True)), WHERE),
     "a bonus seems drawn": ("rule", lossless(bonus_is_an_argmax(is_stated=False)), WHERE),

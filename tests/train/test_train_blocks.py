@@ -9,7 +9,7 @@ import pytest
 from support.tiny_heads import BLOCKS, CONFIG, SIZE, TARGET, random_params
 
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Context
+from spec_jax.contracts import Context, Prompt
 from spec_jax.drafters.block import config as block
 from spec_jax.drafters.block import objective
 from spec_jax.drafters.block.model import block_drafter
@@ -65,7 +65,7 @@ def test_a_block_is_scored_as_it_is_drafted(name):
         drafter = block_drafter(config, TARGET.model)
         state = drafter.init(params, B, W + config.block_size)
         n, every = jnp.asarray(anchors), jnp.repeat(features, B, axis=0)
-        state = drafter.prefill(params, state, tokens, n, tokens[:, 0], every)
+        state = drafter.prefill(params, state, Prompt(tokens, n, tokens[:, 0], every))
         sampler = make_sampler(SamplerConfig(temperature=1.0), B, CONFIG.vocab_size)
         text = jnp.take_along_axis(tokens, n[:, None] + 1 + jnp.arange(K), axis=1)
         forced = 1e6 * jax.nn.one_hot(text, CONFIG.vocab_size)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.contracts import Context, Defaults, Drafter, DraftShape, Model, Prompt, Sync
 from spec_jax.drafters.block.config import BlockConfig, DFlash2Config
 from spec_jax.drafters.block.steps import STEPS, confidence_logits, normed, step_logits
 from spec_jax.drafters.common.chain import Drafted, draft_chain
@@ -260,13 +260,11 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
         del tokens, path  # the features are those of the path
         return inject(params["head"], state, features, n, config)
 
-    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
-        del tokens, pending
-
+    def prefill(params, state, prompt: Prompt):
         def step(cache, _, n, features):
             return inject(params["head"], cache, features, n, config)
 
-        return over_chunks(step, state, (features,), lengths, chunk)
+        return over_chunks(step, state, (prompt.features,), prompt.lengths, prompt.chunk)
 
     def init(params, batch, slots):
         return KVCache.create(config.layer, batch, slots, params["head"]["norm"].dtype)
@@ -281,13 +279,12 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
         propose=propose,
         commit=commit,
         insert_row=KVCache.insert_row,
-        taps=config.taps,
-        tree=tree,
-        window=config.block_size,
-        rewind=KVCache.rewind,
-        has_chunks=True,
-        strategy="block" if tree is None else None,
-        draft_temperature=None if STEPS[type(config)].is_conditional else 0.0,
+        shape=DraftShape(config.taps, tree, config.block_size),
+        sync=Sync(rewind=KVCache.rewind),
+        defaults=Defaults(
+            strategy="block" if tree is None else None,
+            draft_temperature=None if STEPS[type(config)].is_conditional else 0.0,
+        ),
     )
 
 

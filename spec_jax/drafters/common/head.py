@@ -18,7 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Head
+from spec_jax.contracts import Context, Drafter, DraftShape, Head, Prompt
 from spec_jax.drafters.common.chain import draft_chain
 from spec_jax.drafters.common.tree import draft_tree
 from spec_jax.models.chunks import over_chunks
@@ -86,14 +86,18 @@ def prefill_by(refresh: Callable[..., Any]) -> Callable[..., Any]:
       refresh: the drafter's ``commit``.
     """
 
-    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
-        after = jnp.roll(tokens, -1, axis=1)
-        after = jax.vmap(lambda row, n, token: row.at[n - 1].set(token))(after, lengths, pending)
+    def prefill(params, state, prompt: Prompt):
+        def put(row, n, token):
+            return row.at[n - 1].set(token)
+
+        after = jnp.roll(prompt.tokens, -1, axis=1)
+        after = jax.vmap(put)(after, prompt.lengths, prompt.pending)
 
         def step(state, _, n, *pairs):
             return refresh(params, state, pairs[0], n, pairs[1])
 
-        return over_chunks(step, state, (after, features), lengths, chunk)
+        pairs = (after, prompt.features)
+        return over_chunks(step, state, pairs, prompt.lengths, prompt.chunk)
 
     return prefill
 
@@ -162,8 +166,5 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
         propose=propose,
         commit=refresh,
         insert_row=HeadState.insert_row,
-        taps=head.taps,
-        tree=tree,
-        window=0 if tree is None else tree.num_fed,
-        has_chunks=True,
+        shape=DraftShape(head.taps, tree, 0 if tree is None else tree.num_fed),
     )

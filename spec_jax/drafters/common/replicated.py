@@ -10,7 +10,7 @@ import flax.struct
 import jax
 from jax.sharding import PartitionSpec as P
 
-from spec_jax.contracts import CatchUp, Drafter
+from spec_jax.contracts import Drafter, Sync
 from spec_jax.sharding import REPLICATED, state_axes, use_axis_rules
 
 
@@ -54,13 +54,12 @@ def replicated(drafter: Drafter) -> Drafter:
 
         return run
 
-    late = drafter.catch_up
+    sync = drafter.sync
     return drafter._replace(
         init=whole(drafter.init),
         prefill=whole(drafter.prefill),
         propose=whole(drafter.propose, has_proposal=True),
         commit=whole(drafter.commit),
         insert_row=whole(drafter.insert_row),
-        rewind=whole(drafter.rewind),
-        catch_up=late and CatchUp(whole(late.run), whole(late.defer_commit), late.max_lag),
+        sync=Sync(whole(sync.catch_up), whole(sync.defer_commit), sync.max_lag, whole(sync.rewind)),
     )

@@ -15,7 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import Context, Drafter, Model
+from spec_jax.contracts import Context, Defaults, Drafter, DraftShape, Model
 from spec_jax.drafters.common.chain import draft_block
 from spec_jax.drafters.common.head import head_drafter
 from spec_jax.drafters.common.tree import draft_tree
@@ -85,7 +85,9 @@ def peagle(config: PEagleConfig, target: Model, tree: AnyTree | None = None) -> 
         return proposal, state.replace(cache=cache)
 
     return head_drafter(head, tree)._replace(
-        propose=propose, window=0, strategy="block" if tree is None else None, draft_temperature=0.0
+        propose=propose,
+        shape=DraftShape(head.taps, tree),
+        defaults=Defaults("block" if tree is None else None, draft_temperature=0.0),
     )
 
 

@@ -11,9 +11,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import CatchUp, Context, Drafter, Model
-from spec_jax.drafters.common.chain import draft_chain
-from spec_jax.drafters.common.tree import draft_tree
+from spec_jax.contracts import Context, Drafter, DraftShape, Model, Prompt, Sync
+from spec_jax.drafters.common.levels import draft_with
 from spec_jax.drafters.common.vocabulary import aligned
 from spec_jax.drafters.registry import DrafterKind, DraftFormat, Drafting, DraftPass, level_passes
 from spec_jax.errors import ConfigError
@@ -61,45 +60,28 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
         cache = model.init_cache(params, batch, slots)
         return StandaloneState(cache, tree and jnp.zeros((batch, tree.num_nodes), jnp.int32))
 
-    def prefill(params, state, tokens, lengths, pending, features, chunk=None):
-        del pending, features
-
+    def prefill(params, state, prompt: Prompt):
         def step(cache, _, n, tokens):
             return model.forward(params, tokens, cache).cache.commit(n)
 
-        cache = over_chunks(step, state.cache, (tokens,), lengths - 1, chunk)
+        rows = (prompt.tokens,), prompt.lengths - 1
+        cache = over_chunks(step, state.cache, *rows, prompt.chunk)
         return state.replace(cache=cache)
 
     def propose(params, state, context: Context, num_draft: int):
-        last_two = context.length[:, None] + jnp.arange(-1, 1)
-        fed = jnp.take_along_axis(context.tokens, last_two, axis=1)
-
-        def feed(tokens, cache, window_offset, **kwargs):
-            with jax.named_scope("draft_pass"):
-                output = model.forward(params, tokens, cache, window_offset=window_offset, **kwargs)
-                return output.hidden, output.cache
-
-        def advance(cache, token, node):
-            hidden, cache = feed(token[:, None], cache, node)
-            return model.unembed(params, hidden[:, 0]), cache
-
-        def advance_tree(cache, tokens, parent, seen):
-            del parent
-            B, W, X = seen.shape
-            mask = jnp.concatenate([jnp.ones((B, W, FIRST_TOKENS), bool), seen], axis=2)
-            hidden, cache = feed(tokens, cache, FIRST_TOKENS + X - W, window_mask=mask)
-            return model.unembed(params, hidden), cache
-
         # With num_draft = 0 it feeds what is committed all the same, so it never lags; where the
         # whole round is skipped (``model_free.without_drafts``) it catches up later.
         width = max(FIRST_TOKENS, num_draft + 1) if tree is None else FIRST_TOKENS + tree.num_fed
-        hidden, cache = feed(fed, model.open_window(state.cache, width), 0)
-        logits = model.unembed(params, hidden[:, -1])
-        if tree is None or num_draft == 0:
-            proposal, cache = draft_chain(logits, cache, advance, context, num_draft)
-            return proposal, state.replace(cache=cache)
-        proposal, cache, fed_at = draft_tree(logits, cache, advance_tree, context, num_draft, tree)
-        return proposal, StandaloneState(cache, fed_at)
+        proposal, cache, fed_at = draft_with(
+            functools.partial(model.forward, params),
+            functools.partial(model.unembed, params),
+            model.open_window(state.cache, width),
+            FIRST_TOKENS,
+            context,
+            num_draft,
+            tree,
+        )
+        return proposal, StandaloneState(cache, state.fed_at if fed_at is None else fed_at)
 
     def commit(params, state, tokens, n, features, path):
         del params, tokens, features
@@ -147,11 +129,8 @@ def standalone(model: Model, tree: AnyTree | None = None) -> Drafter:
         propose=propose,
         commit=commit,
         insert_row=insert_row,
-        tree=tree,
-        window=0 if tree is None else FIRST_TOKENS + tree.num_fed,
-        catch_up=CatchUp(catch_up),
-        rewind=rewind,
-        has_chunks=True,
+        shape=DraftShape((), tree, 0 if tree is None else FIRST_TOKENS + tree.num_fed),
+        sync=Sync(catch_up, rewind=rewind),
     )
 
 

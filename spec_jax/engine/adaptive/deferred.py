@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax.contracts import CatchUp, Context, Drafter
+from spec_jax.contracts import Context, Drafter, DraftShape, Prompt, Sync
 
 
 @flax.struct.dataclass
@@ -23,6 +23,11 @@ class DeferredState:
     state: Any
     features: jax.Array | None = None  # dtype[B,W,E], by skipped token, the oldest first
     count: jax.Array | None = None  # i32[B], how many of them count
+
+
+def with_room(shape: DraftShape, width: int) -> DraftShape:
+    """Returns the shape with room for passes of ``width`` tokens."""
+    return shape._replace(scratch_slots=max(shape.scratch_slots, width))
 
 
 @functools.cache
@@ -35,10 +40,10 @@ def with_deferred_commits(drafter: Drafter, width: int) -> Drafter:
       width: W, how many tokens may be skipped before it must catch up.
     """
 
-    def prefill(params, deferred, tokens, lengths, pending, features, *chunk):
-        B, _, E = features.shape
-        state = drafter.prefill(params, deferred.state, tokens, lengths, pending, features, *chunk)
-        kept = jnp.zeros((B, width, E), features.dtype)
+    def prefill(params, deferred, prompt: Prompt):
+        B, _, E = prompt.features.shape
+        state = drafter.prefill(params, deferred.state, prompt)
+        kept = jnp.zeros((B, width, E), prompt.features.dtype)
         return DeferredState(state, kept, jnp.zeros((B,), jnp.int32))
 
     def propose(params, deferred, context: Context, num_draft: int):
@@ -74,7 +79,6 @@ def with_deferred_commits(drafter: Drafter, width: int) -> Drafter:
         propose=propose,
         commit=commit,
         insert_row=insert_row,
-        window=max(drafter.window, width),
-        catch_up=CatchUp(catch_up, defer_commit, max_lag=width),
-        rewind=None,
+        shape=with_room(drafter.shape, width),
+        sync=Sync(catch_up, defer_commit, max_lag=width),
     )

@@ -56,7 +56,7 @@ def plain_rule(is_greedy: bool) -> Rule:
 def catch_up(params, state: DecodeState, *, system: System) -> DecodeState:
     """Feeds the draft the tokens that it has skipped. Donates the state."""
     width = system.lookahead_slots  # the free slots after the committed tokens
-    draft = system.drafter.catch_up.run(
+    draft = system.drafter.sync.catch_up(
         params["draft"], state.draft, state.tokens, state.length, width
     )
     return state.replace(draft=draft)
@@ -147,9 +147,9 @@ class AdaptiveRunner:
         self._params_of = params_of
         self._max_draft = max(adaptive.buckets)
         self._adaptive = adaptive
-        policy = system.drafter.catch_up if 0 in adaptive.buckets else None
-        self._can_lag = policy is not None
-        self._max_lag = (policy and policy.max_lag) or math.inf
+        sync = system.drafter.sync
+        self._can_lag = 0 in adaptive.buckets and sync.catch_up is not None
+        self._max_lag = sync.max_lag or math.inf
         self._lag = 0
         self.plans: list[tuple[int, int]] = []
 

@@ -256,7 +256,7 @@ def _attention(layer, x_BTD, cache, index, window, config):
     latent = linear(x_BTD, layer, "kv_a")
     turned = _turn(latent[:, :, None, rank:], window, config)  # one key for all heads
     latent = rms_norm(latent[..., :rank], layer["kv_a_norm"], _LATENT_EPS)
-    attend = _attend_latents if isinstance(cache, LatentCache) else _attend_expanded
+    attend = _attend_expanded if cache is None else _attend_latents
     with jax.named_scope("attention"):
         out, cache = attend(layer["kv_b"], q, latent, turned, cache, index, window, config)
         return linear(out, layer, "o"), cache

@@ -143,7 +143,13 @@ def places_of(kinds: Sequence[LayerKind]) -> list[tuple[int, int]]:
     return [(groups.index(maker), makers[:i].count(maker)) for i, maker in enumerate(makers)]
 
 
-def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32) -> Any:
+def init_cache(
+    config: AnyConfig,
+    batch: int,
+    slots: int,
+    dtype: DTypeLike = jnp.float32,
+    num_layers: int | None = None,
+) -> Any:
     """Returns an empty cache, of the kind that the layers take, for ``batch`` rows of ``slots``.
 
     Args:
@@ -151,8 +157,9 @@ def init_cache(config: AnyConfig, batch: int, slots: int, dtype: DTypeLike = jnp
       batch: B.
       slots: S.
       dtype: of keys and values.
+      num_layers: of how many of the layers; None: of all.
     """
-    counts = collections.Counter(kind.init_cache for kind in layer_kinds(config))
+    counts = collections.Counter(kind.init_cache for kind in layer_kinds(config)[:num_layers])
     caches = [init(config, batch, slots, dtype, count) for init, count in counts.items()]
     return caches[0] if len(caches) == 1 else GroupedCache(tuple(caches))
 

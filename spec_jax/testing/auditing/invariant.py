@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.config import GREEDY_BELOW
-from spec_jax.contracts import Context, Drafter, Model, Proposal
+from spec_jax.contracts import Context, Drafter, DraftShape, Model, Proposal
 from spec_jax.drafters.model_free import model_free
 from spec_jax.engine.adaptive.runner import plain_rule
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.models.caches.kv import KVCache
 from spec_jax.sampling import highest_temperature
-from spec_jax.tree import DynamicTree, Tree
 
 
 class InvariantPair(NamedTuple):
@@ -62,7 +61,7 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
     model = read_whole(system.target)
     plain = decoder.with_parts(
         model=model,
-        drafter=never_accepted(system.drafter.tree, system.drafter.window),
+        drafter=never_accepted(system.drafter.shape._replace(taps=())),
         rule=plain_rule(is_greedy),
         own_drafter="never-accepted",
         history=None,
@@ -72,12 +71,11 @@ def invariant_pair(decoder: SpeculativeDecoder) -> InvariantPair:
 
 
 @functools.cache
-def never_accepted(tree: Tree | DynamicTree | None = None, window: int = 0) -> Drafter:
+def never_accepted(shape: DraftShape = DraftShape()) -> Drafter:
     """Returns a drafter that fills the window of a verify pass without offering a draft.
 
     Args:
-      tree: of the drafts whose place is taken; None for a chain.
-      window: slots that these write after the committed ones, if more than K + 1.
+      shape: of the drafts whose place is taken.
     """
 
     def propose(params, state, context: Context, num_draft: int):
@@ -85,11 +83,11 @@ def never_accepted(tree: Tree | DynamicTree | None = None, window: int = 0) -> D
         B = context.length.shape[0]
         tokens = jnp.zeros((B, num_draft), jnp.int32)
         proposal = Proposal(tokens, jnp.zeros((B,), jnp.int32))
-        if tree is not None:  # all of them children of the root
-            proposal = proposal.replace(parents=tokens, tree_depth=tree.depth)
+        if shape.tree is not None:  # all of them children of the root
+            proposal = proposal.replace(parents=tokens, tree_depth=shape.tree.depth)
         return proposal, state
 
-    return model_free("never-accepted", propose)._replace(tree=tree, window=window)
+    return model_free("never-accepted", propose)._replace(shape=shape)
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def replay(
     B = len(call.prompts)
     system = engine.system
     V = engine.system.target.vocab_size
-    temperature = decoder.system().drafter.draft_temperature
+    temperature = decoder.system().drafter.defaults.draft_temperature
     request = make_request(
         system,
         call.prompts,

@@ -173,7 +173,7 @@ class _Run:
         if not isinstance(drafter, Drafter) or drafter.vocab_size is None:
             self.padded = subjects.make_subject(drafter, params, self.seed, is_padded=True)
         # What it remembers is out of reach, and changes from one call to the next.
-        self.is_hidden = self.main.drafter.has_memory and self.memory is None
+        self.is_hidden = self.main.drafter.memory is not None and self.memory is None
         self.has_memory |= self.is_hidden
         self.toy = self.main if drafter is None else subjects.make_subject(None, None, self.seed)
         self._near: Subject | None = None  # the drafter with a target near it
@@ -197,7 +197,7 @@ class _Run:
     def _all_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """Returns what is checked. A rule that emits plain decoding's tokens is not enumerated."""
         main = self.main
-        tree = main.drafter.tree
+        tree = main.drafter.shape.tree
         steps = []
 
         def add(what, function, *args):
@@ -215,7 +215,7 @@ class _Run:
                 add(f"drafts of {subject.drafter.name}", self._enumerate, subject, MAX_DRAFT)
             if self.padded is not None:
                 add("a padded vocabulary", self._pad)
-            if main.drafter.has_memory or self.others:
+            if main.drafter.memory is not None or self.others:
                 add("a memory", self._memory)
             add("the compiled loop", self._loop, main)
         ks = _TEXT_DRAFTS if tree is None else (tree.num_nodes,)
@@ -260,7 +260,7 @@ class _Run:
                 self._draws()  # says by how much, if it can tell
             raise
         self.num_drafts.add(K)
-        is_cut = num_draft == MAX_DRAFT or system.drafter.tree is not None
+        is_cut = num_draft == MAX_DRAFT or system.drafter.shape.tree is not None
         check = functools.partial(check_round, system, rows=self.rows, logits_of=subject.logits_of)
         proposal = forced.proposal
         if num_draft == _WITH_CONFIDENCE and proposal.parents is None and system.drafter.is_sampled:
@@ -298,7 +298,7 @@ class _Run:
         """Calls with the same prompts and seeds, between which a drafter has learned."""
         subject = self.main
         memory = self.memory
-        if not subject.drafter.has_memory:  # a rule is certified: with one that has
+        if subject.drafter.memory is None:  # a rule is certified: with one that has
             memory = History(_REMEMBERED)
             drafter = suffix(subjects.NUM_TOKENS, SuffixConfig(history_tokens=_REMEMBERED))
             subject = dataclasses.replace(subject, drafter=drafter)
@@ -425,7 +425,7 @@ class _Run:
             np.concatenate([of[:half], of[rest]]), np.concatenate([seeds[:half] + B, seeds[rest]])
         )
         if self.is_coupled or not (self.is_hidden and subject is self.main):
-            hint = ". If the drafter remembers outputs, it must say so, see Drafter.has_memory"
+            hint = ". If the drafter remembers outputs, it must say so, see Drafter.memory"
             hint = "" if self.is_coupled else hint
             how = "in another place of the batch"
             loop.check_equal(output[rest], moved[half:], of[rest], how, hint)
@@ -465,7 +465,7 @@ class _Run:
     def certificate(self, failure: str | None) -> Certificate:
         """Returns the certificate of the checks so far, and what they did not prove."""
         drafter = self.main.drafter
-        open_ends = [f"drafts of depth {MAX_DRAFT + 1} and more"] * (drafter.tree is None)
+        open_ends = [f"drafts of depth {MAX_DRAFT + 1} and more"] * (drafter.shape.tree is None)
         if drafter.is_sampled and self.stated is None:
             open_ends.append(
                 "the drafter's distribution was not stated, so its own report was compared with "

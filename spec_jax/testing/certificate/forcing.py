@@ -18,7 +18,7 @@ import numpy as np
 
 from spec_jax import decoding
 from spec_jax.compilation import bounded_jit
-from spec_jax.contracts import Context, Proposal
+from spec_jax.contracts import Prompt, Proposal
 from spec_jax.decoding.calls import call_prefill
 from spec_jax.engine.generation import find_raised
 from spec_jax.sampling import make_sampler
@@ -115,8 +115,8 @@ class Drafting:
     def parents(self) -> Sequence[int]:
         """The parent of each draft's node, which is known before a round."""
         drafter = self.system.drafter
-        is_chain = drafter.tree is None or not drafter.is_sampled
-        return range(self.system.num_draft) if is_chain else drafter.tree.parents
+        is_chain = drafter.shape.tree is None or not drafter.is_sampled
+        return range(self.system.num_draft) if is_chain else drafter.shape.tree.parents
 
     def all_drafts(self) -> list[tuple[int, ...]]:
         """Returns all that may be drafted in a round, siblings all different.
@@ -308,26 +308,21 @@ def propose_afresh(system: decoding.System, params, contexts, gumbel):
       The target's logits f32[N,K+1,V], and the proposal.
     """
     tokens, length, sampler, draft_sampler = contexts
-    target, drafter, rule, *_ = system
+    target, drafter, *_ = system
     size, width = tokens.shape
     slots = width + system.lookahead_slots
     cache = target.init_cache(params["target"], size, slots)
     fed = target.forward(params["target"], tokens, cache)
     pending = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
-    state = call_prefill(drafter, params["draft"], tokens, length, pending, fed.features, slots)
-    context = Context(
-        tokens,
-        length,
-        draft_sampler,
-        sampler.seed,
-        is_coupled=False,
-        has_probs=True,
-        has_logits=rule.needs_logits,
-        gumbel=gumbel,
-    )
+    prompt = Prompt(tokens, length, pending, fed.features)
+    state = call_prefill(drafter, params["draft"], prompt, slots)
+    cache = fed.cache.commit(length)
+    rows = (tokens, length, draft_sampler, sampler.seed)
+    context = system.context(*rows, None, params["target"], cache)
+    context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
     proposal, _ = decoding.propose(params["draft"], state, context, system)
     logits, _, _ = decoding.target_pass(
-        params["target"], fed.cache.commit(length), tokens, proposal.tokens, system, proposal.paths
+        params["target"], cache, tokens, proposal.tokens, system, proposal.paths
     )
     return logits, proposal
 
@@ -347,13 +342,9 @@ def propose_next(system: decoding.System, params, state: decoding.DecodeState, g
       state: of all rows.
       gumbel: f32[B,K,V], the noise.
     """
-    context = system.context(
-        state.tokens,
-        state.length,
-        state.draft_sampler,
-        state.sampler.seed,
-        is_greedy=None,  # also where no rule would read it, the report is compared
-    )
+    rows = (state.tokens, state.length, state.draft_sampler, state.sampler.seed)
+    # Without is_greedy, since the report is also compared where no rule would read it.
+    context = system.context(*rows, None, params["target"], state.target)
     context = context._replace(is_coupled=False, has_probs=True, gumbel=gumbel)
     return decoding.propose(params["draft"], state.draft, context, system)[0]
 

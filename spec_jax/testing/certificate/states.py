@@ -94,7 +94,7 @@ def check_states(loop: Loop, state: decoding.DecodeState, of: np.ndarray) -> tup
         f"prefill of the same tokens: it {show(kept)}, and after a fresh prefill it "
         f"{show(fresh)}, {where(row, output, K)}; these tokens were {kinds}. If it is meant to "
         "remember more than the row's text, pass has_memory=True; if it remembers other "
-        "outputs, it must say so itself (Drafter.has_memory, host_drafter(num_updates=...))"
+        "outputs, it must say so itself (Drafter.memory, host_drafter(num_updates=...))"
     )
 
 
@@ -110,7 +110,7 @@ def check_stateless(loop: Loop, asked: Asked) -> None:
         if before is not None and not np.array_equal(before, getattr(after, name)):
             raise CertificateError(
                 f"drafter {loop.system.drafter.name!r} proposed different drafts for the same "
-                "texts later on, so it remembers earlier outputs. Declare it (Drafter.has_memory, "
+                "texts later on, so it remembers earlier outputs. Declare it (Drafter.memory, "
                 "host_drafter(num_updates=...)), or outputs are biased where a seed is reused"
             )
 

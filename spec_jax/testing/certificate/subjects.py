@@ -151,7 +151,7 @@ def system_of(target: Model, drafter: Drafter, rule: Rule, num_draft: int) -> de
       rule: what accepts.
       num_draft: K of chains.
     """
-    num_draft = num_draft if drafter.tree is None else drafter.tree.num_nodes
+    num_draft = num_draft if drafter.shape.tree is None else drafter.shape.tree.num_nodes
     return decoding.System(target, drafter, rule, num_draft)
 
 

@@ -20,7 +20,7 @@ def test_it_samples_with_block_verification_and_dflash_drafts_the_likeliest():
     for kind, head in heads.items():
         decoder = SpeculativeDecoder(TARGET, head, SpeculativeConfig(kind, 2))
         rules = [decoder.system(SamplerConfig(temperature=t)).rule.name for t in (0.0, 1.0)]
-        ways[kind] = (*rules, decoder.system().drafter.draft_temperature)
+        ways[kind] = (*rules, decoder.system().drafter.defaults.draft_temperature)
     cold, own = ("greedy", "block", 0.0), ("greedy", "block", None)
     assert ways == {"dflash": cold, "dspark": own, "peagle": cold}
     tree = SpeculativeConfig("dspark", tree=(2, 1))

@@ -12,7 +12,7 @@ from support.block_drafts import HEADS, TARGET, exact, features_of, head_of, ten
 from support.tiny_models import LLAMA
 
 from spec_jax.config import SamplerConfig
-from spec_jax.contracts import Context
+from spec_jax.contracts import Context, Prompt
 from spec_jax.drafters.block.model import block_drafter
 from spec_jax.drafters.block.steps import without_step
 from spec_jax.errors import ConfigError
@@ -50,7 +50,7 @@ def propose(config, tree, num_draft, model, temperature=0.0, head=None):
     def run():
         state = drafter.init(params, 1, 24)
         features = features_of(config, TEXT[None])[:, :N]
-        state = drafter.prefill(params, state, tokens[:, :N], length, None, features)
+        state = drafter.prefill(params, state, Prompt(tokens[:, :N], length, None, features))
         has_probs = temperature > 0
         request = jnp.zeros(1, jnp.uint32)
         context = Context(tokens, length, sampler, request, False, has_probs, tree is None)
