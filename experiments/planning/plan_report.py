@@ -93,6 +93,17 @@ def _by_kind(cell: dict) -> str:
     )
 
 
+def _written(counted: dict) -> str:
+    """What is said of weights that a round writes again; "" if it writes none."""
+    said = []
+    for name, what in (("rewrites", "of weights again"), ("gathers", "of chosen experts")):
+        copies = [(times, size) for _, times, size, place in counted[name] if place == "round"]
+        if copies:
+            size = sum(times * size for times, size in copies)
+            said.append(f"{sum(n for n, _ in copies)} times {what}, {size / 1e9:,.2f} GB")
+    return f"a round writes {' and '.join(said)}" if said else ""
+
+
 def _prefill(needs: dict) -> str:
     rows = f"{needs['rows']} prompt" + "s" * (needs["rows"] > 1)
     return (
@@ -207,6 +218,11 @@ def sections(result: dict) -> list[Section]:
     counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
     parts = {
         "Collectives": [f"{name(cell)}: {_by_kind(cell)}" for cell in counted],
+        "Weights written": [
+            f"{name(cell)}: {said}"
+            for cell in counted
+            if (said := _written(cell["compiled"]["counted"]))
+        ],
         "Prefill": [f"{name(c)}: {_prefill(c['prefill'])}" for c in cells if "prefill" in c],
         "Queue": [f"{name(c)}: {_queue(c['queue'], config)}" for c in cells if "queue" in c],
         "State": [f"{name(c)}: {_state(c['state'])}" for c in cells if "state" in c],

@@ -74,6 +74,20 @@ def test_a_tree_has_the_floor_of_its_passes_and_no_predicted_speed(tmp_path):
     assert found["best"] == []
 
 
+def test_the_report_says_which_weights_a_round_writes_again(tmp_path):
+    result = plan.run(config(draft="", batch="1"), str(tmp_path))
+    nothing = dict.fromkeys(("collectives", "copies"), {}) | dict(hbm_bytes=1e9, rewrites=[])
+    counted = nothing | dict(gathers=[("fusion.7", 3, 2 * 10**9, "round")])
+    counted["rewrites"] = [("copy.1", 2, 10**9, "round"), ("copy.2", 1, 5 * 10**9, "entry")]
+    (cell,) = result["cells"]
+    cell["compiled"] = dict(needs=dict(total=1, temporaries=0), cpu_s=1, counted=counted)
+    said = {section.title: section.text for section in plan_report.sections(result)}
+    (line,) = said["Weights written"]
+    assert line.endswith("2 times of weights again, 2.00 GB and 3 times of chosen experts, 6.00 GB")
+    counted |= dict(rewrites=[], gathers=[])
+    assert "Weights written" not in {section.title for section in plan_report.sections(result)}
+
+
 def test_a_queue_divides_its_time_between_prefill_and_rounds(tmp_path):
     sizes = dict(prompt_tokens=1024, new_tokens=100, batch="64", num_draft="2", draft="ngram")
     found = plan.run(config(**sizes, mesh="data:2,tensor:4", acceptance="0.5"), str(tmp_path))

@@ -80,7 +80,8 @@ def test_a_round_on_one_gpu_reads_weights_and_caches_in_place(drafts, batch, mos
 @pytest.mark.parametrize(
     "name, most",
     [
-        pytest.param("llama-3.1-8b", 1.35, marks=EXHAUSTIVE),
+        # Partial sums of products that XLA splits, each of a few MB, beside small parts of weights.
+        pytest.param("llama-3.1-8b", 1.45, marks=EXHAUSTIVE),
         pytest.param("llama-3.1-70b", 1.30, marks=MEASURE),
     ],
 )
