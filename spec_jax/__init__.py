@@ -29,6 +29,7 @@ from spec_jax.errors import Cancelled, ModelNotLoaded
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_head, load_model, load_mtp
 from spec_jax.meshes import make_mesh
 from spec_jax.models.wrapped import wrap
+from spec_jax.rollouts import Rollout, rollout
 from spec_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "ModelNotLoaded",
     "Observer",
     "Processor",
+    "Rollout",
     "SamplerConfig",
     "SpeculativeConfig",
     "SpeculativeDecoder",
@@ -65,6 +67,7 @@ __all__ = [
     "load_mtp",
     "make_mesh",
     "new_head",
+    "rollout",
     "wrap",
 ]
 

@@ -24,7 +24,7 @@ ROOMS = (
     ("drafters/common", "train"),
     ("drafters",),
     ("decoding", "zoo", "hub", "fitting"),
-    ("loading",),
+    ("loading", "rollouts"),
     ("named", "inspection", "engine/adaptive", "engine/cancellation", "overlap"),
     ("engine",),
     ("planning",),

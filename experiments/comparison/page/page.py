@@ -32,6 +32,7 @@ def write_page(
     results: Sequence[CellResult],
     sections: Sequence[Section],
     answers: Iterable[Mapping[str, Any]] = (),
+    title: str = "",
 ) -> None:
     """Writes the page of a run.
 
@@ -41,13 +42,14 @@ def write_page(
       results: What was measured of each cell.
       sections: Of ``comparison.report.sections``.
       answers: Lines of answers.jsonl, see ``answers``; some of them are shown token by token.
+      title: The heading; by default that of a comparison.
     """
     packed = packing.select(answers)
     (target,) = reports.names_of([report["models"]["target"]["name"]])
     scripts = ("report.js", "tokens.js") if packed else ("report.js",)
     terms = conditions(report) | reports.about_machine(report["environment"])
     text = _template().render(
-        title=f"Speculative decoding of {target}, compared with plain decoding",
+        title=title or f"Speculative decoding of {target}, compared with plain decoding",
         report=reports.plain(report),
         headline=headline(results),
         sections=sections,

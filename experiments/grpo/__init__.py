@@ -1,0 +1,1 @@
+"""Reinforcement learning by GRPO, with rollouts that decode speculatively."""

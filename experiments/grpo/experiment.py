@@ -1,0 +1,454 @@
+"""The experiment of ``experiments.rl``: prompts, rollouts, rewards, and the update."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from configs import rl
+from experiments.grpo import report, rewards
+from experiments.grpo.objective import Batch, advantages, grpo_loss, logprobs
+from experiments.run import cli
+from experiments.training.run import Exported
+from spec_jax.compilation import Timed
+from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.data import python_source, questions
+from spec_jax.decoding import Finish, System
+from spec_jax.drafters.loaded import beside_target
+from spec_jax.drafters.suffix import History
+from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.evaluation.prompts import PromptEncoder
+from spec_jax.loading import LoadedModel, load_draft, load_model
+from spec_jax.meshes import platform_of
+from spec_jax.models import checkpoint
+from spec_jax.models.params import placement
+from spec_jax.rollouts import Rollout, rollout
+from spec_jax.testing.auditing.invariant import invariant_pair
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Log, read_metrics
+from spec_jax.train.placement import Placement
+from spec_jax.train.step import TrainState, cast, train_step
+
+SIGNATURES = "signatures"  # prompts of the standard library's functions
+ROLLOUTS = ("speculative", "plain", "invariant", "invariant-plain")
+OLD = ("recomputed", "rollout")
+FREE = ("steps", "log_every", "checkpoint_every_s", "eval_every", "compare_every")
+_COPIES = ("ngram", "suffix")  # drafters without a model
+_HELD_OUT_SEEDS = 2**31  # of evaluations; those of steps count from 0
+
+
+class Prompts(NamedTuple):
+    """The prompts of a step.
+
+    Attributes:
+      tokens: i32[P,T], right-padded.
+      lengths: i32[P].
+      seeds: u32[B], of every row.
+      names: of every prompt.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    seeds: np.ndarray
+    names: tuple[str, ...]
+
+
+@flax.struct.dataclass
+class PolicyState:
+    """Everything that a run carries from one step to the next.
+
+    Prompts and seeds are functions of the step.
+    """
+
+    train: TrainState
+    reference: Any  # weights that the policy stays near; {} without a distance to them
+    memory: Any  # what the drafter "suffix" has learned; {} for others
+
+    @property
+    def step(self) -> jax.Array:
+        """i32[], steps done."""
+        return self.train.step
+
+
+def validate(config: ConfigDict) -> None:
+    """Raises ConfigError if a key is unknown or a value cannot be trained with."""
+    cli.check_keys(config, rl.get_config())
+    positive = "steps prompts_per_step samples prompt_tokens max_new_tokens epochs accumulate"
+    cli.require_positive(config, f"{positive} log_every")
+    rows = config.prompts_per_step * config.samples
+    numbers = "pairs of falling numbers below the rows, and K: ((32, 4), (16, 6))"
+    is_fit = all(len(pair) == 2 and 0 < pair[0] < rows and pair[1] > 0 for pair in config.stages)
+    cli.require_each(
+        config,
+        (config.samples > 1, "samples", "2 or more: rewards are compared within a group"),
+        (config.rollouts in ROLLOUTS, "rollouts", f"one of {', '.join(ROLLOUTS)}"),
+        (config.old_logprobs in OLD, "old_logprobs", f"one of {', '.join(OLD)}"),
+        (config.reward_on in ("text", "ids"), "reward_on", "text or ids"),
+        (config.strategy in ("match", "residual"), "strategy", "match or residual"),
+        (config.sampler.temperature > 0, "sampler.temperature", "a number above 0"),
+        (config.optimizer.lr > 0, "optimizer.lr", "a number above 0"),
+        (config.kl_weight >= 0, "kl_weight", "0 (no reference) or more"),
+        (config.reference_every >= 0, "reference_every", "0 (the first policy) or more"),
+        (rows % config.accumulate == 0, "accumulate", f"a divisor of the {rows} rows"),
+        (is_fit, "stages", numbers),
+    )
+    rewards.load(config.reward)
+
+
+def read_prompts(config: ConfigDict, target: LoadedModel) -> list[tuple[str, list[int]]]:
+    """Returns every prompt with its name; those that are held out come first.
+
+    Args:
+      config: See ``configs/rl.py``.
+      target: The model that they are for.
+
+    Raises:
+      ConfigError: There are too few, or one of a file is longer than ``prompt_tokens``.
+    """
+    limit = config.prompt_tokens
+    count = config.prompts_per_step
+    if config.prompts == SIGNATURES:
+        parts = [_signatures(split, target, limit) for split in ("held_out", "train")]
+        found = [*parts[0][:count], *parts[1]]
+    else:
+        encode = PromptEncoder(target)
+        chosen = questions.load(config.prompts, 0).chosen
+        found = [(question.name, encode(question)) for question in chosen]
+        for name, ids in found:
+            if len(ids) > limit:
+                raise ConfigError(
+                    f"prompt {name} has {len(ids)} tokens; prompt_tokens is {limit}: raise it, or "
+                    "leave that prompt out"
+                )
+    if len(found) < 2 * count:
+        raise ConfigError(
+            f"{config.prompts} has {len(found)} prompts; expected {2 * count} or more, of which "
+            f"{count} are held out: lower prompts_per_step"
+        )
+    return found
+
+
+def _signatures(split: str, target: LoadedModel, limit: int) -> list[tuple[str, list[int]]]:
+    """Returns the first lines of the functions of a split of the standard library, each once."""
+    found = {}
+    for path, text in python_source.documents(split, tests_share=0.0):
+        for line in re.findall(r"^def \w+\(.*\):$", text, re.MULTILINE):
+            found.setdefault(line, f"{path} {line}")
+    encoded = ((name, target.tokenizer.encode(line)) for line, name in found.items())
+    kept = [(name, ids) for name, ids in encoded if len(ids) <= limit]
+    order = np.random.default_rng(0).permutation(len(kept))
+    return [kept[i] for i in order]
+
+
+def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
+    """Returns what draws the rollouts of a config.
+
+    Args:
+      config: See ``configs/rl.py``.
+      target: The policy before the first step.
+
+    Raises:
+      ConfigError: The drafter does not fit the target, or drafts nothing where drafts are needed.
+    """
+    draft = None
+    drafts = None
+    if config.drafter != "none":
+        is_copy = config.drafter in _COPIES
+        draft = None if is_copy else load_draft(config.drafter, target, str(target_dtype(target)))
+        method = config.drafter if is_copy else draft.method
+        strategy = config.strategy
+        drafts = SpeculativeConfig(method, config.num_draft, rejection_sampling_strategy=strategy)
+    options = {"target_sampler": SamplerConfig(**config.sampler)}
+    if config.rollouts == "plain":
+        return SpeculativeDecoder.new_n1(target, draft, drafts, **options)
+    decoder = SpeculativeDecoder(target, draft, drafts, **options)
+    if config.rollouts == "speculative":
+        return decoder
+    pair = invariant_pair(decoder)
+    return pair.speculative if config.rollouts == "invariant" else pair.plain
+
+
+def target_dtype(target: LoadedModel) -> np.dtype:
+    """Returns the dtype of a model's weights."""
+    return jax.tree.leaves(target.params)[0].dtype
+
+
+class RlExperiment:
+    """Policy, prompts, rewards, and the functions that the training loop calls.
+
+    Args:
+      config: See ``configs/rl.py``.
+      workdir: The run's folder, which is not read.
+
+    Raises:
+      ConfigError: A value that does not fit the target, the drafter or the prompts.
+    """
+
+    title = "Reinforcement learning with speculative rollouts"
+    trained: Sequence[Any] = ()
+    windows: Sequence[Any] = ()
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path):
+        del workdir
+        self.config = config
+        self.placement = Placement.of(config.mesh)
+        mesh = self.placement.mesh
+        self.placement.check_batch("prompts_per_step", config.prompts_per_step)
+        rules = self.placement.axis_rules
+        self.dtype = config.dtype or ("float32" if platform_of(mesh) == "cpu" else "bfloat16")
+        self.target = load_model(config.target, "float32", mesh=mesh, axis_rules=rules)
+        if self.target.tokenizer is None:
+            raise ConfigError(f"{self.target.name} has no tokenizer; expected tokenizer.json")
+        width = config.prompt_tokens + config.max_new_tokens
+        if width > self.target.max_length:
+            raise ConfigError(
+                f"prompts of {config.prompt_tokens} tokens and {config.max_new_tokens} new ones "
+                f"are {width}; the target holds {self.target.max_length}"
+            )
+        self.reward = rewards.load(config.reward)
+        found = read_prompts(config, self.target)
+        self._held_out = found[: config.prompts_per_step]
+        self._prompts = found[config.prompts_per_step :]
+        self.num_rows = config.prompts_per_step * config.samples
+        self.decoder = make_decoder(config, self.target)
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(config.optimizer.clip),
+            optax.adamw(config.optimizer.lr, b2=0.95, weight_decay=0.0),
+        )
+        sampler = self.decoder.target_sampler
+        model = self.target.model
+        self._roll = self._rollouts_of(self.decoder.system(), config.stages)
+        plain = SpeculativeDecoder(self.target, target_sampler=sampler)
+        self._plain = self._rollouts_of(plain.system(), ())
+        own = functools.partial(logprobs, model=model, sampler=sampler)
+        self._logprobs = self.placement.jit(lambda *args: own(cast(args[0], self.dtype), args[1]))
+        self._loss = functools.partial(
+            grpo_loss,
+            model=model,
+            sampler=sampler,
+            clip=tuple(config.clip),
+            kl_weight=config.kl_weight,
+        )
+        where = mesh and placement("the policy", self.target.config, mesh, rules)
+        self._where = self.placement.state_shardings(where, self._make, self.target.params)
+        self._update = self.placement.jit_step(self._updated, self._where)
+        drafts = f"by {self.decoder.drafter.name}, K = {self.decoder.num_draft}"
+        self.summary = (
+            f"{self.target.name}, {len(self._prompts)} prompts, {config.prompts_per_step} a step "
+            f"with {config.samples} samples each; drafts {drafts}, {config.rollouts}"
+        )
+        self.loop = {
+            "tokens_per_step": lambda prompts: len(prompts.seeds) * config.max_new_tokens,
+            "eval_every": config.eval_every,
+            "describe_batch": lambda step: f"prompts {', '.join(self.batch_at(step).names)}",
+        }
+
+    def _rollouts_of(self, system: System, stages: Sequence) -> Callable[..., Rollout]:
+        """Returns ``(policy, draft, prompts, lengths, seeds) -> Rollout``, compiled."""
+        config = self.config
+        sample = functools.partial(
+            rollout,
+            system=system,
+            max_new_tokens=config.max_new_tokens,
+            samples=config.samples,
+            stop_tokens=self.target.stop_tokens,
+            stages=tuple(map(tuple, stages)),
+        )
+        draft = self.decoder.draft
+
+        def run(policy, given, prompts, lengths, seeds):
+            policy = cast(policy, self.dtype)
+            if draft is not None and system.num_draft > 0:
+                given = beside_target(draft, cast(given, self.dtype), policy)
+            params = {"target": policy, "draft": given}
+            return sample(params, prompts, lengths, self.decoder.target_sampler, seeds)
+
+        return self.placement.jit(run)
+
+    def _make(self, params: Any) -> TrainState:
+        return TrainState.create(jax.tree.map(jnp.array, params), self.optimizer)
+
+    def init_state(self) -> PolicyState:
+        """Returns the state before the first step: the policy is the target."""
+        train = self.placement.create(self._make, self._where, self.target.params)
+        reference = self.target.params if self.config.kl_weight > 0 else {}
+        history = self.decoder.history
+        return PolicyState(train, reference, {} if history is None else history.params)
+
+    def batch_at(self, step: int) -> Prompts:
+        """Returns the prompts of a step; each is used once before any is used again."""
+        count = self.config.prompts_per_step
+        chosen = []
+        for i in range(step * count, (step + 1) * count):
+            epoch, place = divmod(i, len(self._prompts))
+            order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._prompts))
+            chosen.append(self._prompts[order[place]])
+        return self._batch(chosen, step * self.num_rows)
+
+    def _batch(self, chosen: Sequence[tuple[str, list[int]]], first_seed: int) -> Prompts:
+        tokens = np.zeros((len(chosen), self.config.prompt_tokens), np.int32)
+        for row, (_, ids) in enumerate(chosen):
+            tokens[row, : len(ids)] = ids
+        seeds = self.config.seed * 0x9E3779B9 + first_seed + np.arange(self.num_rows)
+        lengths = np.asarray([len(ids) for _, ids in chosen], np.int32)
+        return Prompts(tokens, lengths, (seeds % 2**32).astype(np.uint32), tuple(zip(*chosen))[0])
+
+    def rollouts(self, state: PolicyState, prompts: Prompts, is_plain: bool = False) -> Rollout:
+        """Samples the outputs of a step.
+
+        Args:
+          state: The policy, and what the drafter has learned.
+          prompts: The prompts.
+          is_plain: Whether to decode without drafts.
+        """
+        draft = self.decoder.draft
+        given = state.memory or None if draft is None else draft.params
+        arrays = (prompts.tokens, prompts.lengths, prompts.seeds)
+        run = self._plain if is_plain else self._roll
+        given = None if is_plain else given
+        return jax.block_until_ready(run(state.train.params, given, *arrays))
+
+    def outputs(self, found: Rollout) -> list[list[int]]:
+        """Returns the ids of every row's output."""
+        rows = zip(np.asarray(found.tokens), np.asarray(found.is_output))
+        return [tokens[is_output].tolist() for tokens, is_output in rows]
+
+    def rewards(self, prompts: Prompts, outputs: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns the rewards f64[P,N] of outputs.
+
+        Raises:
+          TrainingError: The function raised, or returned no finite number.
+        """
+        N = self.config.samples
+        pairs = []
+        for row, output in enumerate(outputs):
+            ids = prompts.tokens[row // N, : prompts.lengths[row // N]].tolist()
+            if self.config.reward_on == "text":
+                tokenizer = self.target.tokenizer
+                pairs.append((tokenizer.decode(ids), tokenizer.decode_after(ids, output)))
+            else:
+                pairs.append((ids, output))
+
+        def describe(row):
+            return f"prompt {prompts.names[row // N]!r}, sample {row % N}"
+
+        found = rewards.score(self.reward, self.config.reward, pairs, describe)
+        return np.reshape(found, (-1, N))
+
+    def step(self, state: PolicyState, prompts: Prompts) -> tuple[PolicyState, dict]:
+        """Samples, scores and updates once.
+
+        Raises:
+          TrainingError: A reward is none, a row has a fault, or the update is zero although
+            rewards differ.
+        """
+        config = self.config
+        with Timed() as rolled:
+            found = self.rollouts(state, prompts)
+        faults = set(np.asarray(found.counts.finish)) - {Finish.LENGTH, Finish.STOP_TOKEN}
+        if faults:
+            raise TrainingError(f"rollouts ended by {Finish(min(faults)).name.lower()}")
+        outputs = self.outputs(found)
+        figures = self._compared(state, prompts, found, outputs)
+        with Timed() as scored:
+            scores = self.rewards(prompts, outputs)
+        above = advantages(scores, config.is_scaled)
+        with Timed() as updated:
+            batch = Batch(found.tokens, found.is_output, jnp.asarray(above.ravel()))
+            if config.old_logprobs == "rollout":
+                batch = batch.replace(old=found.logprobs)
+            elif config.epochs > 1:
+                batch = batch.replace(old=self._logprobs(state.train.params, found.tokens)[0])
+            if config.kl_weight > 0:
+                own = self._logprobs(state.reference, found.tokens)[1]
+                batch = batch.replace(reference=own)
+            train = state.train
+            for _ in range(config.epochs):
+                train, learned = self._update(train, batch)
+            train = train.replace(step=jnp.asarray(int(state.step) + 1, jnp.int32))
+            jax.block_until_ready(train)
+        is_unequal = (above != 0).any(axis=1)
+        if is_unequal.any() and learned["update_norm"] == 0:
+            raise TrainingError(
+                f"the update of step {int(state.step) + 1} is zero although rewards differ: raise "
+                "optimizer.lr"
+            )
+        after = state.replace(train=train, memory=self._remember(state.memory, outputs))
+        if config.reference_every and int(train.step) % config.reference_every == 0:
+            reference = jax.tree.map(jnp.array, train.params) if config.kl_weight > 0 else {}
+            after = after.replace(reference=reference)
+        counts = jax.tree.map(lambda x: int(np.sum(x)), found.counts)
+        figures |= {
+            "reward": scores.mean(),
+            "unequal": is_unequal.mean(),
+            "tau": (counts.output - self.num_rows) / max(counts.rounds, 1),
+            "output_tokens": counts.output / self.num_rows,
+            "passes": float(counts.passes),
+            "rollout_tok_s": counts.output / rolled.run_s,
+            "rollout_s": rolled.run_s,
+            "reward_s": scored.run_s,
+            "update_s": updated.run_s,
+        }
+        return after, {**learned, **figures}
+
+    def _updated(self, train: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+        """``train_step``, with the norm of the update."""
+        options = {"dtype": self.dtype, "accumulate": self.config.accumulate}
+        before = train.params
+        train, figures = train_step(
+            train, batch, objective=self._loss, optimizer=self.optimizer, **options
+        )
+        moved = jax.tree.map(jnp.subtract, train.params, before)
+        return train, {**figures, "update_norm": optax.tree.norm(moved)}
+
+    def _compared(self, state, prompts, found, outputs) -> dict[str, float]:
+        """Returns time, tokens and equality of plain decoding, every ``compare_every`` steps."""
+        every = self.config.compare_every
+        if not every or int(state.step) % every:
+            return dict.fromkeys(("plain_s", "plain_tokens", "identical"), math.nan)
+        with Timed() as timed:
+            plain = self.rollouts(state, prompts, is_plain=True)
+        pairs = zip(outputs, self.outputs(plain))
+        return {
+            "plain_s": timed.run_s,
+            "plain_tokens": float(np.sum(plain.counts.output)),
+            "identical": float(np.mean([a == b for a, b in pairs])),
+        }
+
+    def _remember(self, memory: Any, outputs: Sequence[Sequence[int]]) -> Any:
+        """Returns what a drafter with a history knows after these outputs."""
+        if not memory:
+            return memory
+        history = History(0)
+        text, count = jax.device_get((memory["tokens"], memory["num_updates"]))
+        history.__setstate__({"text": text, "num_updates": int(count)})
+        for output in outputs:
+            history.add(output)
+        return history.params
+
+    def evaluate(self, state: PolicyState) -> dict[str, float]:
+        """Returns the mean reward on the prompts that are held out, by seeds of their own."""
+        prompts = self._batch(self._held_out, _HELD_OUT_SEEDS)
+        found = self.rollouts(state, prompts)
+        return {"held_out_reward": self.rewards(prompts, self.outputs(found)).mean()}
+
+    def export(
+        self, folder: pathlib.Path, state: PolicyState, saved: Checkpoints, log: Log
+    ) -> Exported:
+        """Exports the last policy, and writes the page of the run."""
+        model = (state.train.params, self.target.config, self.target.tokenizer)
+        checkpoint.save_pretrained(folder / "export", *model, dtype=self.config.export_dtype)
+        figures = report.write(folder, read_metrics(folder / "metrics.jsonl"), self)
+        return Exported(figures, report.sentence(figures), ("rl.png",))

@@ -1,0 +1,394 @@
+"""The experiment that trains by reinforcement learning: what it learns, resumes and refuses."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import rl_rewards
+from support.files import experiment_files, held_out, pieces_of, write_lines
+from support.runs import Stopped, check_run_files
+from support.tiny_heads import CONFIG, TARGET
+from support.tiny_models import LLAMA
+
+from configs import rl as defaults
+from experiments import rl
+from experiments.grpo import experiment as grpo
+from experiments.grpo import objective, rewards
+from spec_jax import SamplerConfig, testing
+from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.loading import load_model
+from spec_jax.models import transformer
+from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.log import Log, read_metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+OF = "support.rl_rewards"
+
+
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    experiment_files(folder, LLAMA)
+    pieces = pieces_of(held_out(2), 4000)[:8]
+    write_lines(folder / "prompts.jsonl", ({"prompt": piece[:12]} for piece in pieces))
+    return folder
+
+
+def small(files, **changes):
+    config = defaults.get_config()
+    config.target, config.prompts = str(files / "target"), str(files / "prompts.jsonl")
+    config.reward, config.reward_on = f"{OF}:small_ids", "ids"
+    sizes = dict(prompt_tokens=12, max_new_tokens=8, prompts_per_step=2, samples=3, steps=4)
+    config.update(**sizes, num_draft=2, eval_every=2, checkpoint_every_s=0.0)
+    config.sampler.top_k = 40
+    config.optimizer.lr = 1e-2
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(files, tmp_path_factory):
+    """A run with a drafter that learns, whose tokens depend on what it has learned."""
+    folder = tmp_path_factory.mktemp("run")
+    config = small(files, drafter="suffix", strategy="residual", compare_every=2)
+    return config, folder, rl.train(config, folder)
+
+
+def test_a_run_learns_and_leaves_a_model_and_a_page(files, run):
+    config, folder, final = run
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "reward" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(0 < line["update_norm"] and 0 <= line["reward"] <= 1 for line in lines)
+    # The policy samples what it trains on, so the ratio is 1, and it begins at the reference.
+    np.testing.assert_allclose([line["ratio"] for line in lines], 1)
+    assert lines[0]["kl"] < 1e-9 < lines[-1]["kl"] and lines[0]["tau"] >= 1
+    assert ["plain_s" in line for line in lines] == [True, False] * 2
+    assert "rollouts over plain decoding" in final and "reward, last 20 steps" in final
+    rep = check_run_files(folder, "rl")
+    assert [one["step"] for one in rep["evaluations"]] == [2, 4]
+    page = (folder / "report.html").read_text("utf-8")
+    assert "KL to the reference" in page and "share of a step" in page
+    before = load_model(files / "target").params
+    after = load_model(folder / "export").params
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after)))
+
+
+def last_state(config, folder):
+    """The newest checkpoint of a run."""
+    with Checkpoints(folder / "checkpoints") as saved:
+        return saved.restore(grpo.RlExperiment(config, folder).init_state())
+
+
+PHASES = {
+    "prompts": (grpo.RlExperiment, "batch_at"),
+    "rollouts": (grpo.RlExperiment, "rollouts"),
+    "rewards": (grpo.RlExperiment, "rewards"),
+    "advantages": (grpo, "advantages"),
+    "update": (grpo, "train_step"),
+    "memory": (grpo.RlExperiment, "_remember"),
+    "log": (Log, "write"),
+    "checkpoint": (Checkpoints, "save"),
+    "evaluation": (grpo.RlExperiment, "evaluate"),
+    "export": (grpo.RlExperiment, "export"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_path):
+    config, folder, _ = run
+    owner, name = PHASES[phase]
+    whole = getattr(owner, name)
+    calls = []
+
+    def stop(*args, **options):
+        calls.append(args)
+        if len(calls) == (1 if phase in ("update", "export", "evaluation") else 3):
+            raise Stopped
+        return whole(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(owner, name, stop)
+        rl.train(config, tmp_path)
+    assert rl.train(config, tmp_path).keys() == run[2].keys()
+    equal(last_state(config, tmp_path), last_state(config, folder))
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_goes_on_to_the_same_state(run, tmp_path, monkeypatch):
+    config, folder, _ = run
+    config = config.copy_and_resolve_references()
+    config.reward = f"{OF}:kills"
+    (tmp_path / "config.json").write_text(config.to_json())
+    code = (
+        "import json, pathlib, ml_collections\n"
+        "from experiments import rl\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "given = json.loads((folder / 'config.json').read_text())\n"
+        "rl.train(ml_collections.ConfigDict(given), folder / 'run')\n"
+    )
+    env = {**os.environ, "RL_CALLS": str(tmp_path / "calls")}
+    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    codes = [
+        subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT).returncode for _ in range(2)
+    ]
+    assert codes == [-9, 0]
+    equal(last_state(config, tmp_path / "run"), last_state(config, folder))
+
+
+def learn(config, steps):
+    """The policy after some steps, and the rollouts of each."""
+    found = []
+    experiment = grpo.RlExperiment(config, pathlib.Path())
+    state = experiment.init_state()
+    whole = experiment.rollouts
+
+    def kept(*args, **options):
+        found.append(whole(*args, **options))
+        return found[-1]
+
+    experiment.rollouts = kept
+    for step in range(steps):
+        state, figures = experiment.step(state, experiment.batch_at(step))
+    return experiment, state, found, figures
+
+
+def zoo(**changes):
+    config = defaults.get_config()
+    config.update(prompts_per_step=2, samples=4, max_new_tokens=24, old_logprobs="rollout")
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("drafter", ["ngram", "zoo/eagle3"])
+def test_twenty_steps_with_drafts_and_without_give_the_same_bits(drafter):
+    """Also the log-probabilities of the rollouts, which the ratios are computed with."""
+    sampler = {"sampler.top_p": 0.95, "epochs": 2}
+    runs = [
+        learn(zoo(drafter=drafter, rollouts=mode, **sampler), 20)
+        for mode in ("invariant", "invariant-plain")
+    ]
+    for one, other in zip(*(run[2] for run in runs), strict=True):
+        for name in ("tokens", "is_output", "logprobs", "model_logprobs"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    equal(runs[0][1], runs[1][1])
+    accepted = [sum(int(x.counts.accepted.sum()) for x in run[2]) for run in runs]
+    assert accepted[0] > 0 == accepted[1]
+    start = runs[0][0].target.params
+    assert all(
+        (a != b).any() for a, b in zip(*map(jax.tree.leaves, (start, runs[0][1].train.params)))
+    )
+
+
+# ------------------------------------------------------------------- against independent numbers
+
+
+def check_loss(rows):
+    """Asserts that loss and gradient are those of the formula in NumPy, by finite differences."""
+    tokens = jnp.asarray(np.random.RandomState(0).randint(0, 31, (3, 9)), jnp.int32)
+    is_output = jnp.asarray((np.arange(9) >= 4) & (np.arange(9) < np.asarray(rows)[:, None]))
+    warm = SamplerConfig(temperature=1.5, top_k=14)
+    other = jax.tree.map(lambda w: 0.9 * w, TARGET.params)
+    above = np.asarray([1.0, -0.5, 2.0])
+
+    def numbers(params):
+        """Log-probabilities f64[B,S] of the distribution that is sampled, and of the model."""
+        drawn, own = np.zeros((2, 3, 9))
+        logits = np.asarray(transformer.logits(params, tokens, config=CONFIG), np.float64)
+        for row, i in np.argwhere(np.asarray(is_output)):
+            x, token = logits[row, i - 1], tokens[row, i]
+            with np.errstate(divide="ignore"):
+                drawn[row, i] = np.log(testing.reference_distribution(x, warm, (), ())[token])
+            own[row, i] = x[token] - np.log(np.exp(x - x.max()).sum()) - x.max()
+        return drawn, own
+
+    old = jnp.asarray(numbers(other)[0], jnp.float32)
+    old = jnp.where(jnp.isfinite(old), old, -3.0)
+    reference = jnp.asarray(numbers(other)[1], jnp.float32)
+    batch = objective.Batch(tokens, is_output, jnp.asarray(above, jnp.float32), old, reference)
+
+    def loss(params):
+        options = dict(model=TARGET.model, sampler=warm, clip=(0.2, 0.3), kl_weight=0.1)
+        return objective.grpo_loss(params, batch, **options)
+
+    drawn, own = numbers(TARGET.params)
+    ratio = np.exp(drawn - np.asarray(old))
+    gain = np.minimum(ratio * above[:, None], np.clip(ratio, 0.8, 1.3) * above[:, None])
+    apart = np.asarray(reference) - own
+    each = np.where(is_output, -gain + 0.1 * (np.exp(apart) - apart - 1), 0.0)
+    expected = (each.sum(axis=1) / np.asarray(is_output).sum(axis=1)).mean()
+    (value, figures), grads = jax.value_and_grad(loss, has_aux=True)(TARGET.params)
+    np.testing.assert_allclose(value, expected, rtol=1e-3)
+    is_clipped = np.asarray(is_output) & ((ratio < 0.8) | (ratio > 1.3))
+    assert figures["clipped"].total == is_clipped.sum() > 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_the_loss_is_the_formulas():
+    """Of rows of several lengths, with tokens that the filters drop by now."""
+    check_loss([9, 7, 8])
+
+
+def test_advantages_are_by_group():
+    found = objective.advantages(np.asarray([[1.0, 3.0], [0.1 + 0.2, 0.3], [5.0, 5.0]]))
+    np.testing.assert_array_equal(found, [[-1, 1], [0, 0], [0, 0]])
+    found = objective.advantages(np.asarray([[1.0, 4.0]]), is_scaled=False)
+    np.testing.assert_array_equal(found, [[-1.5, 1.5]])
+
+
+@pytest.mark.parametrize(
+    "output, expected",
+    [
+        ("\n    return x", 1),
+        ("\n    return x\n\n    y = (", 0.5),
+        ("\n    return (x", 0),
+        ("", 0),
+        ("\n    x = '\\d'\n    y = 1\n  z", 2 / 3),
+        ("\x00", 0),
+    ],
+)
+def test_the_parser_rewards_lines_up_to_its_first_error(output, expected):
+    assert rewards.parses("def f(x):", output) == pytest.approx(expected)
+
+
+def test_short_answers_are_rewarded():
+    assert rewards.is_short("", " It is blue. ") == 1
+    assert rewards.is_short("", "It is. So it is.") == rewards.is_short("", "It is") == 0.5
+    assert rewards.is_short("", "") == 0
+
+
+# ------------------------------------------------------------------------------ planted defects
+
+
+def check_seeds(files):
+    """Asserts that no seed occurs in two steps, nor in a step and in an evaluation."""
+    experiment = grpo.RlExperiment(small(files, drafter="none"), pathlib.Path())
+    steps = [experiment.batch_at(step) for step in range(9)]
+    held_out = experiment._batch(experiment._held_out, grpo._HELD_OUT_SEEDS)
+    seeds = np.concatenate([prompts.seeds for prompts in (*steps, held_out)])
+    assert len({*seeds.tolist()}) == len(seeds) == 60
+    names = [name for prompts in steps[:3] for name in prompts.names]
+    assert len({*names}) == 6 and not {*names} & {*held_out.names}
+    other = grpo.RlExperiment(small(files, drafter="none", seed=1), pathlib.Path()).batch_at(0)
+    assert (other.seeds != steps[0].seeds).all()
+
+
+def check_reference(files):
+    """Asserts that the reference is the policy of the last multiple of ``reference_every``."""
+    config = small(files, drafter="none", reference_every=2)
+    _, state, _, figures = learn(config, 3)
+    before = learn(config, 2)[1]
+    equal(state.reference, before.train.params)
+    assert float(figures["kl"].value) < 1e-9
+
+
+def test_noise_and_prompts_are_new_in_every_step(files):
+    check_seeds(files)
+
+
+@pytest.mark.exhaustive
+def test_the_reference_follows_the_policy_when_it_should(files):
+    check_reference(files)
+
+
+def of_models(function):
+    def planted(*args, **options):
+        return 2 * function(*args, **options)[1:]
+
+    return planted
+
+
+def with_old_noise(batch):
+    return lambda self, chosen, first_seed: batch(self, chosen, first_seed % 2)
+
+
+def that_is_stale(state):
+    return lambda self, **changes: state(self, **{"train": changes.get("train", self.train)})
+
+
+DEFECTS = {
+    "ratios of unfiltered distributions": (objective, "logprobs", of_models),
+    "noise is used again over steps": (grpo.RlExperiment, "_batch", with_old_noise),
+    "the reference is stale": (grpo.PolicyState, "replace", that_is_stale),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_planted_defects_are_found(defect, files, monkeypatch):
+    owner, name, plant = DEFECTS[defect]
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    with pytest.raises(AssertionError):
+        if owner is objective:
+            check_loss([9, 7, 8])
+        else:
+            (check_seeds if name == "_batch" else check_reference)(files)
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.exhaustive
+def test_an_update_of_zero_is_refused_where_rewards_differ(files):
+    config = small(files, drafter="none", **{"optimizer.lr": 1e-30})
+    with pytest.raises(TrainingError, match="the update of step 1 is zero although rewards differ"):
+        learn(config, 1)
+
+
+@pytest.mark.parametrize(
+    "name, fault", [("nothing", "returned nan"), ("raises", "raised LookupError: no such answer")]
+)
+def test_a_reward_that_is_no_number_names_its_prompt(name, fault):
+    found = getattr(rl_rewards, name)
+    with pytest.raises(TrainingError, match=f"{name} {fault} for row 0; mend it and run the same"):
+        rewards.score(found, name, [([1], [2])], lambda row: f"row {row}")
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_once_its_reward_is_mended(run, tmp_path, monkeypatch):
+    config, folder, _ = run
+    calls = []
+
+    def once(prompt, output):
+        calls.append(prompt)
+        return float("nan") if len(calls) == 15 else rl_rewards.nothing(prompt, output)
+
+    mended = rl_rewards.small_ids
+    monkeypatch.setattr(rl_rewards, "nothing", mended)
+    monkeypatch.setattr(rl_rewards, "small_ids", once)
+    with pytest.raises(TrainingError, match="returned nan for prompt '.*', sample 2"):
+        rl.train(config, tmp_path)
+    monkeypatch.setattr(rl_rewards, "small_ids", mended)
+    rl.train(config, tmp_path)
+    equal(last_state(config, tmp_path), last_state(config, folder))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"prompt_tokens": 3}, "prompt .* has .* tokens; prompt_tokens is 3"),
+        ({"prompts_per_step": 5}, "has 8 prompts; expected 10 or more, of which 5 are held out"),
+        ({"samples": 1}, "samples is 1; expected 2 or more"),
+        ({"stages": ((6, 2),)}, "stages is .*; expected pairs of falling numbers"),
+        ({"reward": f"{OF}:nothin"}, "did you mean 'nothing'"),
+        ({"optimizer.lr": 0.0}, "optimizer.lr is 0.0; expected a number above 0"),
+        ({"sampler.temperature": 0.0}, "sampler.temperature is 0.0; expected a number above 0"),
+        ({"drafter": "zoo/draft"}, "the vocabularies differ"),
+        ({"max_new_tokens": 60}, "12 tokens and 60 new ones are 72; the target holds 64"),
+        ({"drafter": "none", "rollouts": "invariant"}, "drafts nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(files, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        rl.train(small(files, **changes), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,137 @@
+"""``rollout`` inside a caller's program: tokens, log-probabilities, counts, features."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.meshes import mesh
+from support.tiny_heads import CONFIG, TARGET, UNROLLED, random_params
+
+import spec_jax
+from spec_jax import testing
+from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.meshes import use_mesh
+from spec_jax.models import transformer
+
+NEW = 10
+WARM = spec_jax.SamplerConfig(temperature=2.0, top_k=12)
+PROMPTS = jnp.array([[3, 1, 4, 1], [7, 2, 0, 0]])
+LENGTHS = jnp.array([4, 2])
+SEEDS = jnp.arange(40, 44)
+HEAD = spec_jax.LoadedHead("head", UNROLLED["eagle-3"], random_params(UNROLLED["eagle-3"]))
+
+
+def decoder(draft: str | None, **options) -> spec_jax.SpeculativeDecoder:
+    config = draft and spec_jax.SpeculativeConfig(draft, 2, rejection_sampling_strategy="match")
+    head = HEAD if draft == "eagle3" else None
+    return spec_jax.SpeculativeDecoder(TARGET, head, config, target_sampler=WARM, **options)
+
+
+def params_of(target, draft):
+    return {"target": target, "draft": draft and {"head": HEAD.params, "target": target}}
+
+
+def sampling(of: spec_jax.SpeculativeDecoder, **options):
+    """A jitted function of the target's weights, of seeds and of the place of a prompt's rows."""
+    options = {"system": of.system(), "max_new_tokens": NEW, "samples": 2} | options
+    sample = functools.partial(spec_jax.rollout, **options)
+
+    @jax.jit
+    def run(target, seeds):
+        return sample(params_of(target, of.draft), PROMPTS, LENGTHS, WARM, seeds)
+
+    return run
+
+
+@functools.cache
+def plain_rows():
+    ids = [PROMPTS[0].tolist(), PROMPTS[1, :2].tolist()]
+    rows = decoder(None).generate(ids, NEW, num_samples=2, seeds=SEEDS.tolist())
+    return [[*ids[i // 2], *row.tokens] for i, row in enumerate(rows)]
+
+
+def check(found: spec_jax.Rollout):
+    """Asserts that tokens are plain decoding's, and counts and probabilities those of a pass."""
+    lengths = np.repeat(LENGTHS, 2)
+    for row, (text, length) in enumerate(zip(plain_rows(), lengths)):
+        n = len(text)
+        assert found.tokens[row].tolist() == [*text, *[0] * (4 + NEW - n)]
+        is_output = (np.arange(4 + NEW) >= length) & (np.arange(4 + NEW) < n)
+        np.testing.assert_array_equal(found.is_output[row], is_output)
+        logits = transformer.logits(TARGET.params, jnp.asarray([text]), config=CONFIG)[0]
+        own = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        drawn = [testing.reference_distribution(x, WARM, text[:length], ()) for x in logits]
+        assert found.counts.output[row] == n - length == NEW
+        for i in range(4 + NEW):
+            expected = [own[i - 1, text[i]], np.log(drawn[i - 1][text[i]])] if is_output[i] else 0
+            values = [found.model_logprobs[row, i], found.logprobs[row, i]]
+            np.testing.assert_allclose(values, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "ngram"])
+def test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache(draft):
+    run = sampling(decoder(draft), has_features=draft == "eagle3")
+    found = run(TARGET.params, SEEDS)
+    check(found)
+    counts = found.counts
+    np.testing.assert_array_equal(counts.output, 1 + counts.rounds + counts.accepted)
+    assert (counts.drafted >= counts.accepted).all() and counts.passes == counts.rounds.max()
+    if draft == "eagle3":
+        taps = HEAD.config.taps
+        out = transformer.forward(TARGET.params, found.tokens, config=CONFIG, taps=taps)
+        is_fed = jnp.arange(4 + NEW) < jnp.repeat(LENGTHS, 2)[:, None] + NEW - 1
+        expected = np.where(is_fed[..., None], out.features, 0)
+        np.testing.assert_allclose(found.features, expected, atol=1e-4)
+    other = jax.tree.map(lambda w: 1.1 * w, TARGET.params)
+    assert (run(other, SEEDS).tokens != found.tokens).any()
+    assert (run(TARGET.params, SEEDS + 4).tokens != found.tokens).any()
+    assert run._cache_size() == 1
+
+
+def test_rows_that_finish_leave_and_the_others_go_on_with_another_k():
+    """Rows stop at different lengths, so that both stages begin while some are running."""
+    stop = [row[-4] for row in plain_rows()[:2]]
+    of = decoder("eagle3")
+    whole = sampling(of, stop_tokens=stop)(TARGET.params, SEEDS)
+    staged = sampling(of, stop_tokens=stop, stages=((3, 1), (1, 4)))(TARGET.params, SEEDS)
+    assert len({*whole.counts.output.tolist()}) > 2
+    for name in ("tokens", "is_output"):
+        np.testing.assert_array_equal(getattr(staged, name), getattr(whole, name))
+    np.testing.assert_array_equal(staged.counts.finish, whole.counts.finish)
+    np.testing.assert_allclose(staged.logprobs, whole.logprobs, atol=2e-4)
+    assert (staged.counts.rounds != whole.counts.rounds).any()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft", ["eagle3", "ngram"])
+@pytest.mark.parametrize("name", ["data:2,tensor:4", "data:4,tensor:2"])
+def test_a_mesh_of_eight_devices_changes_no_token(draft, name):
+    of = decoder(draft, mesh=mesh(name))
+    head = of.draft and of.draft.params
+    sample = functools.partial(spec_jax.rollout, system=of.system(), max_new_tokens=NEW, samples=2)
+
+    @jax.jit
+    def run(target, head):
+        params = {"target": target, "draft": head and {"head": head, "target": target}}
+        return sample(params, PROMPTS, LENGTHS, WARM, SEEDS)
+
+    with use_mesh(mesh(name)):
+        check(jax.device_get(run(of.target.params, head)))
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers():
+    plain = decoder(None).system()
+    of = functools.partial(spec_jax.rollout, params_of(TARGET.params, None), PROMPTS, LENGTHS, WARM)
+    known = {"system": plain, "max_new_tokens": NEW, "samples": 2}
+    with pytest.raises(ShapeError, match="seeds"):
+        of(SEEDS[:3], **known)
+    with pytest.raises(ConfigError, match="4 tokens and 200 new ones are 204; the target holds"):
+        of(SEEDS, **known | {"max_new_tokens": 200})
+    with pytest.raises(ShapeError, match=r"rows \[4\]; expected falling numbers below 4"):
+        of(SEEDS, **known, stages=((4, 2),))
+    with pytest.raises(ConfigError, match="taps no states"):
+        jax.eval_shape(functools.partial(of, **known, has_features=True), SEEDS)
