@@ -59,6 +59,6 @@ def get_config() -> ConfigDict:
     config.eval_every = 20  # steps between two evaluations on held-out prompts; 0: at the end
     config.compare_every = 0  # steps between two comparisons with plain decoding; 0: none
     config.log_every = 1  # steps between two lines of metrics.jsonl
-    config.checkpoint_every_s = 60  # seconds between two checkpoints
+    config.checkpoint_every_s = 60.0  # seconds between two checkpoints
     config.export_dtype = "bfloat16"  # of the exported weights
     return config

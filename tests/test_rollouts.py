@@ -25,9 +25,15 @@ SEEDS = jnp.arange(40, 44)
 HEAD = spec_jax.LoadedHead("head", UNROLLED["eagle-3"], random_params(UNROLLED["eagle-3"]))
 
 
+@functools.partial(jax.jit, static_argnames="taps")
+def one_pass(params, tokens, *, taps):  # without a cache
+    out = transformer.forward(params, tokens, config=CONFIG, taps=taps)
+    return transformer.unembed(params, out.hidden), out.features
+
+
 def decoder(draft: str | None, **options) -> spec_jax.SpeculativeDecoder:
     config = draft and spec_jax.SpeculativeConfig(draft, 2, rejection_sampling_strategy="match")
-    head = HEAD if draft == "eagle3" else None
+    head = HEAD if draft == "eagle" else None
     return spec_jax.SpeculativeDecoder(TARGET, head, config, target_sampler=WARM, **options)
 
 
@@ -57,14 +63,15 @@ def plain_rows():
 def check(found: spec_jax.Rollout):
     """Asserts that tokens are plain decoding's, and counts and probabilities those of a pass."""
     lengths = np.repeat(LENGTHS, 2)
+    passes = np.asarray(one_pass(TARGET.params, found.tokens, taps=())[0], np.float64)
     for row, (text, length) in enumerate(zip(plain_rows(), lengths)):
         n = len(text)
         assert found.tokens[row].tolist() == [*text, *[0] * (4 + NEW - n)]
         is_output = (np.arange(4 + NEW) >= length) & (np.arange(4 + NEW) < n)
         np.testing.assert_array_equal(found.is_output[row], is_output)
-        logits = transformer.logits(TARGET.params, jnp.asarray([text]), config=CONFIG)[0]
-        own = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-        drawn = [testing.reference_distribution(x, WARM, text[:length], ()) for x in logits]
+        logits = passes[row]
+        own = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        drawn = [testing.reference_distribution(x, WARM, (), ()) for x in logits]
         assert found.counts.output[row] == n - length == NEW
         for i in range(4 + NEW):
             expected = [own[i - 1, text[i]], np.log(drawn[i - 1][text[i]])] if is_output[i] else 0
@@ -72,19 +79,20 @@ def check(found: spec_jax.Rollout):
             np.testing.assert_allclose(values, expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("draft", ["eagle3", "ngram"])
+@pytest.mark.representatives("eagle")
+@pytest.mark.parametrize("draft", ["eagle", "ngram"])
 def test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache(draft):
-    run = sampling(decoder(draft), has_features=draft == "eagle3")
+    run = sampling(decoder(draft), has_features=draft == "eagle")
     found = run(TARGET.params, SEEDS)
     check(found)
     counts = found.counts
     np.testing.assert_array_equal(counts.output, 1 + counts.rounds + counts.accepted)
     assert (counts.drafted >= counts.accepted).all() and counts.passes == counts.rounds.max()
-    if draft == "eagle3":
+    if draft == "eagle":
         taps = HEAD.config.taps
-        out = transformer.forward(TARGET.params, found.tokens, config=CONFIG, taps=taps)
-        is_fed = jnp.arange(4 + NEW) < jnp.repeat(LENGTHS, 2)[:, None] + NEW - 1
-        expected = np.where(is_fed[..., None], out.features, 0)
+        features = one_pass(TARGET.params, found.tokens, taps=taps)[1]
+        is_fed = np.arange(4 + NEW) < np.repeat(LENGTHS, 2)[:, None] + NEW - 1
+        expected = np.where(is_fed[..., None], features, 0)
         np.testing.assert_allclose(found.features, expected, atol=1e-4)
     other = jax.tree.map(lambda w: 1.1 * w, TARGET.params)
     assert (run(other, SEEDS).tokens != found.tokens).any()
@@ -92,10 +100,11 @@ def test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cac
     assert run._cache_size() == 1
 
 
+@pytest.mark.exhaustive
 def test_rows_that_finish_leave_and_the_others_go_on_with_another_k():
     """Rows stop at different lengths, so that both stages begin while some are running."""
     stop = [row[-4] for row in plain_rows()[:2]]
-    of = decoder("eagle3")
+    of = decoder("eagle")
     whole = sampling(of, stop_tokens=stop)(TARGET.params, SEEDS)
     staged = sampling(of, stop_tokens=stop, stages=((3, 1), (1, 4)))(TARGET.params, SEEDS)
     assert len({*whole.counts.output.tolist()}) > 2
@@ -103,11 +112,11 @@ def test_rows_that_finish_leave_and_the_others_go_on_with_another_k():
         np.testing.assert_array_equal(getattr(staged, name), getattr(whole, name))
     np.testing.assert_array_equal(staged.counts.finish, whole.counts.finish)
     np.testing.assert_allclose(staged.logprobs, whole.logprobs, atol=2e-4)
-    assert (staged.counts.rounds != whole.counts.rounds).any()
+    assert (staged.counts.drafted < whole.counts.drafted).any()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("draft", ["eagle3", "ngram"])
+@pytest.mark.parametrize("draft", ["eagle", "ngram"])
 @pytest.mark.parametrize("name", ["data:2,tensor:4", "data:4,tensor:2"])
 def test_a_mesh_of_eight_devices_changes_no_token(draft, name):
     of = decoder(draft, mesh=mesh(name))

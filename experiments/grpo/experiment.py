@@ -355,6 +355,7 @@ class RlExperiment:
             rewards differ.
         """
         config = self.config
+        number = int(state.step) + 1
         with Timed() as rolled:
             found = self.rollouts(state, prompts)
         faults = set(np.asarray(found.counts.finish)) - {Finish.LENGTH, Finish.STOP_TOKEN}
@@ -377,16 +378,15 @@ class RlExperiment:
             train = state.train
             for _ in range(config.epochs):
                 train, learned = self._update(train, batch)
-            train = train.replace(step=jnp.asarray(int(state.step) + 1, jnp.int32))
+            train = train.replace(step=jnp.asarray(number, jnp.int32))
             jax.block_until_ready(train)
         is_unequal = (above != 0).any(axis=1)
         if is_unequal.any() and learned["update_norm"] == 0:
             raise TrainingError(
-                f"the update of step {int(state.step) + 1} is zero although rewards differ: raise "
-                "optimizer.lr"
+                f"the update of step {number} is zero although rewards differ: raise optimizer.lr"
             )
         after = state.replace(train=train, memory=self._remember(state.memory, outputs))
-        if config.reference_every and int(train.step) % config.reference_every == 0:
+        if config.reference_every and number % config.reference_every == 0:
             reference = jax.tree.map(jnp.array, train.params) if config.kl_weight > 0 else {}
             after = after.replace(reference=reference)
         counts = jax.tree.map(lambda x: int(np.sum(x)), found.counts)
