@@ -452,6 +452,15 @@ MUTATIONS = mutants.read("""
     log-probabilities of a tree are those of its first nodes
         observers._see_round: of.nodes -> 0 * of.nodes + jnp.arange(of.nodes.shape[1])
         test_log_probabilities_of_a_tree_are_those_of_the_accepted_path
+    a rollout has the model's probabilities for those of the policy
+        rollouts._collect: (a_, b_, x_.processed, x_.raw) -> (a_, b_, x_.raw, x_.raw)
+        test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]
+    a rollout's features lie a token late
+        rollouts._features.update: of.columns - 1 -> of.columns
+        test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]
+    rows that went on alone are put into others' places
+        rollouts.rollout: places[chosen] -> chosen
+        test_rows_that_finish_leave_and_the_others_go_on_with_another_k
     positions of a block begin with the window
         Blocks.positions: first[:, :, None] + x_ -> 0 * first[:, :, None] + x_
         test_a_block_is_scored_as_it_is_drafted[dspark]

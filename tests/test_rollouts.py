@@ -12,7 +12,8 @@ from support.meshes import mesh
 from support.tiny_heads import CONFIG, TARGET, UNROLLED, random_params
 
 import spec_jax
-from spec_jax import testing
+from spec_jax import decoding, rollouts, testing
+from spec_jax.decoding.observers import put
 from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.meshes import use_mesh
 from spec_jax.models import transformer
@@ -98,6 +99,22 @@ def test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cac
     assert (run(other, SEEDS).tokens != found.tokens).any()
     assert (run(TARGET.params, SEEDS + 4).tokens != found.tokens).any()
     assert run._cache_size() == 1
+
+
+@pytest.mark.exhaustive
+def test_probabilities_of_the_draft_in_place_of_the_targets_are_found(monkeypatch):
+    def update(seen, of):
+        K = of.proposal.probs.shape[1]
+        drafts = of.verdict.tokens[:, :K, None]
+        probs = jnp.take_along_axis(of.proposal.probs, drafts, axis=2)[..., 0]
+        seen = decoding.LOGPROBS.update(seen, of)
+        columns = jnp.where(of.is_accepted, of.columns, -1)[:, :K]
+        return seen.replace(processed=put(seen.processed, columns, jnp.log(probs)))
+
+    planted = decoding.LOGPROBS._replace(update=update, needs_probs=True)
+    monkeypatch.setattr(rollouts, "LOGPROBS", planted)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(sampling(decoder("eagle"))(TARGET.params, SEEDS))
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,7 @@ from configs import rl as defaults
 from experiments import rl
 from experiments.grpo import experiment as grpo
 from experiments.grpo import objective, rewards
-from spec_jax import SamplerConfig, testing
+from spec_jax import SamplerConfig, rng, testing
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.loading import load_model
 from spec_jax.models import transformer
@@ -189,6 +189,37 @@ def test_twenty_steps_with_drafts_and_without_give_the_same_bits(drafter):
     assert all(
         (a != b).any() for a, b in zip(*map(jax.tree.leaves, (start, runs[0][1].train.params)))
     )
+
+
+def explain(experiment, policy, prompts, rows):
+    """Asserts that two rows of tokens part where two tokens nearly tie, noise included."""
+    row, at = np.argwhere(rows[0].tokens != rows[1].tokens)[0]
+    tokens = rows[0].tokens[row, :at]
+    logits = transformer.logits(policy, tokens[None], config=experiment.target.config)[0, -1]
+    key = rng.keys(prompts.seeds[row : row + 1], rng.Purpose.TARGET, jnp.asarray([at]))
+    value = np.asarray(logits + rng.gumbel(key, len(logits))[0])
+    best = np.argsort(-value)[:2]
+    assert {*best} == {int(x.tokens[row, at]) for x in rows}
+    assert value[best[0]] - value[best[1]] < 1e-4, "a bug: no rounding moves a logit that far"
+
+
+@pytest.mark.exhaustive
+def test_steps_are_those_of_usual_plain_decoding_until_rounding_parts_two_tokens():
+    """With log-probabilities recomputed nothing but the tokens can differ."""
+    runs = [
+        grpo.RlExperiment(zoo(rollouts=x, old_logprobs="recomputed"), pathlib.Path())
+        for x in ("speculative", "plain")
+    ]
+    states = [one.init_state() for one in runs]
+    for step in range(20):
+        prompts = runs[0].batch_at(step)
+        rows = [one.rollouts(state, prompts) for one, state in zip(runs, states)]
+        if (rows[0].tokens != rows[1].tokens).any():
+            explain(runs[0], states[0].train.params, prompts, rows)
+            break
+        states = [one.step(state, prompts)[0] for one, state in zip(runs, states)]
+        equal(*states)
+    assert step > 2
 
 
 # ------------------------------------------------------------------- against independent numbers
