@@ -166,7 +166,7 @@ def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
     drafts = None
     if config.drafter != "none":
         is_copy = config.drafter in _COPIES
-        draft = None if is_copy else load_draft(config.drafter, target, str(target_dtype(target)))
+        draft = None if is_copy else load_draft(config.drafter, target, "float32")
         method = config.drafter if is_copy else draft.method
         strategy = config.strategy
         drafts = SpeculativeConfig(method, config.num_draft, rejection_sampling_strategy=strategy)
@@ -178,11 +178,6 @@ def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
         return decoder
     pair = invariant_pair(decoder)
     return pair.speculative if config.rollouts == "invariant" else pair.plain
-
-
-def target_dtype(target: LoadedModel) -> np.dtype:
-    """Returns the dtype of a model's weights."""
-    return jax.tree.leaves(target.params)[0].dtype
 
 
 class RlExperiment:

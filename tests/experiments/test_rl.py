@@ -165,7 +165,7 @@ def learn(config, steps):
 
 def zoo(**changes):
     config = defaults.get_config()
-    config.update(prompts_per_step=2, samples=4, max_new_tokens=24, old_logprobs="rollout")
+    config.update(prompts_per_step=2, samples=4, max_new_tokens=16, old_logprobs="rollout")
     config.update_from_flattened_dict(changes)
     return config
 
