@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     config.reference_every = 0  # steps after which the policy becomes the reference; 0: never
     config.optimizer = ConfigDict(
         {  # AdamW
-            "lr": 1e-4,  # constant rate
+            "lr": 2e-4,  # constant rate
             "clip": 1.0,  # maximum norm of the gradient
         }
     )
