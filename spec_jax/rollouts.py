@@ -155,7 +155,7 @@ def rollout(
     slots = -(-(S + max(x.lookahead_slots for x in systems)) // 128) * 128
     seeds = jnp.asarray(seeds).astype(jnp.uint32)
     V = system.target.vocab_size
-    temperature = system.drafter.draft_temperature
+    temperature = system.drafter.defaults.draft_temperature
     drawn = make_samplers(samplers, draft_samplers, B, V, seeds, temperature)
     fed = decoding.feed(params["target"], prompts, lengths, system, slots)
     observers = (*system.observers, LOGPROBS)

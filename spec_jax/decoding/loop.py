@@ -118,15 +118,15 @@ def prefill(
     # Programs that are compiled only for what they depend on: drafters, rules and Ks share them.
     if fed is None:
         fed = feed(params["target"], tokens[::samples], lengths[::samples], system, slots)
-    cache, logits, features = fed if samples == 1 else _repeat_rows(fed, count=samples)
+    cache, logits = fed[:2] if samples == 1 else _repeat_rows(fed[:2], count=samples)
     request = (tokens, lengths, limit, stop_tokens, sampler, draft_sampler)
     state, first = init_state(*request, logits, is_argmax=system.rule.is_greedy, slots=slots)
-    prompts = (tokens, lengths, first, features)
+    prompts = (tokens, lengths, first, fed[2])
     chunk = system.prefill_chunk
     if _costs_by_token():
         chunk = min(chunk, _DRAFT_PASS)
     draft = _prefill_draft(
-        params["draft"], *prompts, drafter=system.drafter, slots=slots, chunk=chunk
+        params["draft"], *prompts, drafter=system.drafter, slots=slots, chunk=chunk, samples=samples
     )
     state = state.replace(target=cache, draft=draft)
     if system.observers:
@@ -382,12 +382,28 @@ def init_state(
     return constrain_state(state), first
 
 
-@functools.partial(bounded_jit, static_argnames=("drafter", "slots", "chunk"))
-def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots, chunk):
-    """Returns the drafter's state after the prompts and each row's ``first`` token."""
+@functools.partial(bounded_jit, static_argnames=("drafter", "slots", "chunk", "samples"))
+def _prefill_draft(params, tokens, lengths, first, features, *, drafter, slots, chunk, samples):
+    """Returns the drafter's state after the prompts and each row's ``first`` token.
+
+    A drafter that taps the target is fed a prompt of several samples once, up to its last token;
+    that token, whose successor differs by sample, is committed as by a round without drafts.
+    """
     with jax.named_scope("prefill_draft"):
-        prompt = Prompt(tokens, lengths, first, features, chunk)
-        return constrain_state(call_prefill(drafter, params, prompt, slots))
+        if samples == 1 or not drafter.shape.taps:
+            prompt = Prompt(tokens, lengths, first, features, chunk)
+            return constrain_state(call_prefill(drafter, params, prompt, slots))
+        tokens = tokens[::samples]
+        before = lengths[::samples] - 1
+        pending = jnp.take_along_axis(tokens, before[:, None], axis=1)[:, 0]
+        state = call_prefill(
+            drafter, params, Prompt(tokens, before, pending, features, chunk), slots
+        )
+        last = jnp.take_along_axis(features, before[:, None, None], axis=1)
+        rows = jnp.repeat(jnp.arange(len(before)), samples)
+        state, last = take_rows((state, last), rows)
+        one = jnp.ones_like(first)
+        return constrain_state(drafter.commit(params, state, first[:, None], one, last, None))
 
 
 @functools.partial(bounded_jit, static_argnames=("system",), donate_argnames=("state",))

@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import eagle_heads, mtp_modules
+from support import eagle_heads, mtp_modules, tiny_heads
 from support.decoders import prefill, propose, rule
 from support.tiny_models import (
     BAMBA,
@@ -21,7 +21,7 @@ from support.tiny_models import (
     random_weights,
 )
 
-from spec_jax import SamplerConfig, SpeculativeDecoder, decoding
+from spec_jax import LoadedHead, SamplerConfig, SpeculativeConfig, SpeculativeDecoder, decoding
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine.adaptive.deferred import with_deferred_commits
 from spec_jax.errors import ShapeError
@@ -85,6 +85,37 @@ def test_chunks_leave_the_state_of_one_pass(name, chunk):
         jax.tree.map(close, propose(system, params, state), propose(system, params, whole))
         state, whole = (x.replace(draft=()) for x in (state, whole))
     jax.tree.map(close, committed(state), committed(whole))
+
+
+def of_head(config):
+    head = LoadedHead("head", config, tiny_heads.random_params(config))
+    of = SpeculativeDecoder(tiny_heads.TARGET, head, SpeculativeConfig(head.method, 1))
+    params = {"head": head.params, "target": of.target.params}
+    return of.system(), {"target": of.target.params, "draft": params}
+
+
+SHARED = SYSTEMS | {
+    name: functools.partial(of_head, config) for name, config in tiny_heads.BLOCKS.items()
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["eagle-3", "mtp in turn", "deferred", *tiny_heads.BLOCKS])
+def test_samples_of_one_prompt_have_the_state_of_prompts_of_their_own(name):
+    """Also of a prompt of one token, and of samples that begin with different tokens."""
+    system, params = SHARED[name]()
+    system = system._replace(rule=rule("match"))
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    warm = SamplerConfig(temperature=9.0)
+    shared = prefill(system, params, prompts, 8, warm, samples=2)
+    own = prefill(system, params, prompts, 8, warm)
+    first = np.asarray(own.tokens)[range(6), np.repeat(LENGTHS, 2)]
+    assert (first[::2] != first[1::2]).any()
+    close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
+    if name == "mtp in turn":
+        jax.tree.map(close, propose(system, params, shared), propose(system, params, own))
+        shared, own = (x.replace(draft=()) for x in (shared, own))
+    jax.tree.map(close, committed(shared), committed(own))
 
 
 def test_requests_that_cannot_be_prefilled_are_refused():
