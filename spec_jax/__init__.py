@@ -28,7 +28,7 @@ from spec_jax.engine.stream import Stream
 from spec_jax.errors import Cancelled, ModelNotLoaded
 from spec_jax.loading import LoadedHead, LoadedModel, load_draft, load_head, load_model, load_mtp
 from spec_jax.meshes import make_mesh
-from spec_jax.models.wrapped import wrap
+from spec_jax.models.wrapped import Tappable, wrap
 from spec_jax.rollouts import Rollout, rollout
 from spec_jax.version import __version__
 
@@ -55,6 +55,7 @@ __all__ = [
     "SpeculativeDecoder",
     "Stats",
     "Stream",
+    "Tappable",
     "__version__",
     "certify",
     "compare",

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from spec_jax.progress import Notice, leave_out, union_s
@@ -227,9 +226,10 @@ _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex1
 
 
 def _as_32_bit(x: Any) -> Any:
-    if not isinstance(x, np.ndarray | np.generic | jax.Array) or str(x.dtype) not in _NARROW:
+    if str(getattr(x, "dtype", None)) not in _NARROW:
         return x
-    return x.astype(_NARROW[str(x.dtype)])
+    dtype = _NARROW[str(x.dtype)]
+    return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 class bounded_jit:
@@ -263,8 +263,7 @@ class bounded_jit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _listen()
-        if jax.config.jax_enable_x64 and not self._has_x64:
-            args, kwargs = jax.tree.map(_as_32_bit, (args, kwargs))
+        args, kwargs = self._narrowed(args, kwargs)
         with usual_flags(self._has_x64):
             result = self._jitted(kwargs)(*args, **kwargs)
         _kept.bound(result)
@@ -272,8 +271,15 @@ class bounded_jit:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As of ``jax.jit``."""
+        args, kwargs = self._narrowed(args, kwargs)
         with usual_flags(self._has_x64):
             return self._jitted(kwargs).lower(*args, **kwargs)
+
+    def _narrowed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of 64 bits as 32, where the program computes with no more."""
+        if jax.config.jax_enable_x64 and not self._has_x64:
+            return jax.tree.map(_as_32_bit, (args, kwargs))
+        return args, kwargs
 
     def num_programs(self) -> int:
         """Returns how many compiled programs are kept."""

@@ -7,6 +7,7 @@ a tree, numbered parents first. A chain is a tree without branches.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import tree as trees
+from spec_jax.errors import ConfigError, ShapeError
 
 
 class Cache(Protocol):
@@ -76,7 +78,8 @@ class Model(NamedTuple):
         of drafts it also takes ``window_mask``, bool[B,T,W]: which slots of the window each token
         sees; and beside it ``positions``, i32[B,T], for tokens whose position is not the number of
         tokens that they see before themselves, such as those of a block that see each other. With
-        ``num_layers`` it stops after so many layers, so that these can draft ("self").
+        ``num_layers`` it stops after so many layers, so that these can draft ("self"). For heads
+        it takes ``taps``, see ``embedding``.
       unembed: ``(params, hidden dtype[...,D]) -> f32[...,V]``, -inf for ids that are padding.
       num_tokens: ids below this number are tokens and the others pad the embedding; None means
         that all ids are tokens.
@@ -85,6 +88,11 @@ class Model(NamedTuple):
       can_rewind: ``commit`` may keep a part of the window. Otherwise a target decodes one token a
         pass (N = 1), its prompts are fed without padding, and a model cannot draft.
       config: its shape, where it is a model of the package's families.
+      embedding: ``(params) -> dtype[V,D]``, the tokens' embeddings, which heads read. None: heads
+        cannot draft for the model. Else ``forward`` takes ``taps``, a tuple of numbers of states of
+        width D, and returns these states as ``features``: 0..L-1 is the state before that layer, L
+        the one after the last layer, and L+1 the input of ``unembed``.
+      num_layers: L; only needed with ``embedding``.
     """
 
     vocab_size: int
@@ -96,6 +104,30 @@ class Model(NamedTuple):
     open_window: Callable[[Any, int], Any] = _unchanged
     can_rewind: bool = True
     config: Any = None
+    embedding: Callable[[Any], jax.Array] | None = None
+    num_layers: int = 0
+
+    def with_taps(self, taps: tuple[int, ...]) -> Model:
+        """Returns the model whose passes return tapped states; equal taps, the same object.
+
+        Args:
+          taps: numbers of states, see ``embedding``.
+
+        Raises:
+          ConfigError: the model has no such state, or cannot be tapped.
+        """
+        return _tapped(self, tuple(taps))
+
+    def ends(self, params: Any) -> dict[str, jax.Array]:
+        """Returns ``embed``, dtype[V,D], and ``head``, dtype[D,V], of a model with ``embedding``.
+
+        The head is the linear part of ``unembed``, with 0 where that returns -inf.
+        """
+        embed = self.embedding(params)
+        units = jnp.concatenate([jnp.zeros((1, embed.shape[1])), jnp.eye(embed.shape[1])])
+        bias, head = jnp.split(self.unembed(params, units.astype(embed.dtype)), (1,))
+        head = jnp.nan_to_num(head - bias, nan=0.0, posinf=0.0, neginf=0.0)
+        return {"embed": embed, "head": head.astype(embed.dtype)}
 
     def takes(self, option: str) -> bool:
         """Whether ``forward`` takes an option, such as "window_mask"."""
@@ -106,6 +138,32 @@ class Model(NamedTuple):
     def last_id(self) -> int:
         """The largest id of a token."""
         return (self.vocab_size if self.num_tokens is None else self.num_tokens) - 1
+
+
+@functools.cache
+def _tapped(model: Model, taps: tuple[int, ...]) -> Model:
+    if model.embedding is None or not model.takes("taps"):
+        raise ConfigError(
+            "heads cannot draft for the target: its Model has no `embedding`, or its forward takes "
+            "no `taps`"
+        )
+    L = model.num_layers
+    if wrong := [i for i in taps if not 0 <= i <= L + 1]:
+        raise ConfigError(f"taps {wrong} do not exist: a model of {L} layers has 0 to {L + 1}")
+
+    @functools.wraps(model.forward)  # ``takes`` reads its signature
+    def forward(params, tokens, cache, **options):
+        output = model.forward(params, tokens, cache, taps=taps, **options)
+        width = len(taps) * output.hidden.shape[-1]
+        if getattr(output.features, "shape", (0,))[-1] != width:
+            found = getattr(output.features, "shape", None)
+            raise ShapeError(
+                f"forward of the target returned features {found} for taps {taps}; expected "
+                f"[B,T,{width}], as many states of the width of `hidden`"
+            )
+        return output
+
+    return model._replace(forward=forward)
 
 
 @flax.struct.dataclass

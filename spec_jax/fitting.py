@@ -74,7 +74,7 @@ class Fitted(NamedTuple):
 def new_head(
     target: LoadedModel,
     objective: str = "eagle3",
-    text: Corpus | None = None,
+    text: Corpus | Any = None,
     *,
     is_warm_start: bool = True,
     seed: int = 0,
@@ -95,8 +95,8 @@ def new_head(
       target: the model that it will draft for.
       objective: the training objective: "eagle1", "eagle3", "peagle", "mtp", "dflash", "dflash2",
         "dspark", "treeflash", or a registered one.
-      text: the training text; only needed with ``draft_vocab_size``, which keeps the most frequent
-        tokens of the text.
+      text: the training text, see ``fit_head``; only needed with ``draft_vocab_size``, which keeps
+        the most frequent tokens of the text.
       is_warm_start: begin with the target's last layer, final norm and output head where their
         shapes fit; otherwise all weights are random.
       seed: of the random weights.
@@ -104,19 +104,17 @@ def new_head(
         of its config.
 
     Raises:
-      ConfigError: the objective is unknown, an option does not fit, or the target has no config.
+      ConfigError: the objective is unknown, an option does not fit, or the target cannot be tapped.
     """
     known = registry.objectives()
     check_name("objective", objective, known)
-    if target.config is None:
-        raise ConfigError(f"target {target.name} has no config, so there is nothing to tap")
     kind, training = known[objective]
-    config = training.new(target.config, **options)
+    config = training.new(target.sizes, **options)
     constants = {}
     if size := options.get("draft_vocab_size", 0):
         if text is None:
             raise ConfigError(f"draft_vocab_size is {size}; text= says which tokens to keep")
-        counts = count_tokens(text, target.config.vocab_size)
+        counts = count_tokens(Corpus.of_tokens("text", text), target.model.vocab_size)
         constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
     init = initializer(kind, training.objective(), config, target, constants, is_warm_start)
     params = init(jax.random.key(seed), target.params)
@@ -146,7 +144,8 @@ def initializer(
         params, _ = objective.split(kind.head.init_params(config, key, "float32"))
         if not is_warm_start:
             return params
-        return from_target(params, target_params, target.config, draft_ids(constants))
+        shape = target.model if target.config is None else target.config
+        return from_target(params, target_params, shape, draft_ids(constants))
 
     return init
 
@@ -154,7 +153,7 @@ def initializer(
 def fit_head(
     target: LoadedModel,
     head: LoadedHead,
-    text: Corpus,
+    text: Corpus | Any,
     steps: int,
     *,
     batch: int = 4,
@@ -186,7 +185,9 @@ def fit_head(
     Args:
       target: the model that it drafts for; its weights do not change.
       head: from ``new_head``, or a loaded one to continue from.
-      text: tokens of the target's tokenizer, see ``spec_jax.data``.
+      text: tokens of the target's tokenizer: a corpus, see ``spec_jax.data``, an array i32[T], or
+        an iterable of arrays i32[T] or i32[N,T], whose rows are documents. Of an iterator only as
+        much is read as the steps use.
       steps: how many updates.
       batch: windows a step.
       length: tokens of a window, of which all but two are trained on.
@@ -214,6 +215,7 @@ def fit_head(
         raise ConfigError("the target lies on a mesh: train with python -m experiments.train_head")
     check_integer("steps", steps, 1)
     check(3 <= length <= target.max_length, "length", length, f"3 to {target.max_length}")
+    text = Corpus.of_tokens("text", text, steps * batch * length)
     if has_document_masks and text.starts is None:
         raise ConfigError(f"where the documents of {text.name} begin is not known: set its starts")
     count_tokens(text, target.model.vocab_size)  # refuses ids of another vocabulary
@@ -237,7 +239,7 @@ def fit_head(
     bound = objective.bind(head.config, target.model, options, constants)
     step = functools.partial(train_step, objective=bound, optimizer=optimizer)
     step = jax.jit(step, donate_argnums=0)
-    view = jax.jit(functools.partial(target_view, config=target.config, taps=head.config.taps))
+    view = jax.jit(functools.partial(target_view, model=target.model, taps=head.config.taps))
     key = jax.random.key(seed)
     state = TrainState.create(trained, optimizer)
 

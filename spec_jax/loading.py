@@ -30,6 +30,7 @@ from spec_jax.models.config import with_attention
 from spec_jax.models.families import read_config
 from spec_jax.models.files import exists, foreign_files, read_json
 from spec_jax.models.loaded import LoadedModel
+from spec_jax.models.params import is_float
 from spec_jax.models.tensors import open_tensors, unread_index
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules
@@ -198,27 +199,29 @@ def load_draft(
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
-      ConfigError: it is for another target or of an unknown kind, the target has no config,
-        weights cannot have this dtype, its layers lack this attention, the mesh does not divide the
-        draft's heads, the name is that of a method that copies tokens, or ``max_length`` is no
-        integer above 0.
+      ConfigError: it is for another target or of an unknown kind, heads cannot draft for the
+        target, weights cannot have this dtype, its layers lack this attention, the mesh does not
+        divide the draft's heads, the name is that of a method that copies tokens, or
+        ``max_length`` is no integer above 0.
     """
     check_loaded("target", target, LoadedModel)
     if (made := of_target(str(name_or_path), target)) is not None:
         return made
-    why = "no config to check a head against; load the target with load_model(path)"
-    require(target.config is not None, f"target {target.name} has {why}")
     _check_has_weights(name_or_path, method)
     if max_length is not None:
         check_integer("max_length", max_length, 1)
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else _detect(name_or_path, target)
-    dtype = _check_dtype(target.params["embed"].dtype if dtype is None else dtype)
+    if dtype is None:
+        floats = (x.dtype for x in jax.tree.leaves(target.params) if is_float(x))
+        dtype = next(floats) if target.config is None else target.params["embed"].dtype
+    dtype = _check_dtype(dtype)
     if kind.drafting.draft == "model":
         require(not overrides, f"{name_or_path} is a model; {', '.join(overrides)} is for heads")
         where = dict(mesh=mesh, axis_rules=axis_rules)
         model = load_model(name_or_path, dtype, attention=attention, **where)
         return dataclasses.replace(model, method=kind.name, stated_length=max_length)
+    target = target.for_heads
     is_read = kind.format.read is not None
     message = f"method {kind.name!r} has no weights to load: the format of its kind has no `read`"
     require(is_read, message)
@@ -285,8 +288,8 @@ def load_head(
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
-      ConfigError: the head is for another target or of an unknown kind, the target has no config,
-        or weights cannot have this dtype.
+      ConfigError: the head is for another target or of an unknown kind, or weights cannot have
+        this dtype.
     """
     return load_draft(path, target, dtype, method="eagle", **overrides)
 
@@ -307,8 +310,7 @@ def load_mtp(
 
     Raises:
       WeightsError: there is no such directory, or its files are damaged.
-      ConfigError: the modules are for another target, the target has no config, or weights cannot
-        have this dtype.
+      ConfigError: the modules are for another target, or weights cannot have this dtype.
     """
     return load_draft(path, target, dtype, method="mtp", **overrides)
 

@@ -103,7 +103,7 @@ def to_mesh(mesh: Mesh | str | None) -> Mesh | None:
             f"the mesh has axes {', '.join(map(repr, mesh.axis_names))}; expected "
             f"{' and '.join(MESH_AXES)}, as make_mesh({_SHOWN!r}) names them"
         )
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if not _is_automatic(mesh):
         raise ConfigError(
             f"the mesh has axis types {mesh.axis_types}; expected AxisType.Auto for each, which "
             "make_mesh makes"
@@ -169,6 +169,32 @@ def platform_of(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
+def on_automatic_axes(tree: Any) -> Any:
+    """Returns a tree whose arrays lie on meshes of automatic axes, where they are.
+
+    Explicit axes are the default of ``jax.make_mesh``; the package's programs leave it to the
+    compiler how what they compute is split. Nothing is copied.
+    """
+
+    def is_explicit(x):
+        is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        is_on_mesh = is_array and isinstance(x.sharding, NamedSharding)
+        return is_on_mesh and not _is_automatic(x.sharding.mesh)
+
+    def move(x):
+        if not is_explicit(x):
+            return x
+        where = x.sharding
+        mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
+        return jax.device_put(x, NamedSharding(mesh, where.spec, memory_kind=where.memory_kind))
+
+    return jax.tree.map(move, tree) if any(map(is_explicit, jax.tree.leaves(tree))) else tree
+
+
+def _is_automatic(mesh: Mesh | AbstractMesh) -> bool:
+    return all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
 def mesh_of(tree: Any) -> Mesh | None:
     """Returns the mesh that the arrays of a tree lie on.
 
@@ -179,5 +205,4 @@ def mesh_of(tree: Any) -> Mesh | None:
     if not isinstance(where, NamedSharding) or not isinstance(where.mesh, Mesh):
         return None
     has_ours = set(where.mesh.axis_names) <= {*MESH_AXES, _COPIES}
-    is_automatic = all(kind == AxisType.Auto for kind in where.mesh.axis_types)
-    return _without_copies(where.mesh) if has_ours and is_automatic else None
+    return _without_copies(where.mesh) if has_ours and _is_automatic(where.mesh) else None

@@ -1,5 +1,7 @@
 """A model with a key-value cache of its own: two layers of attention, learned positions."""
 
+import operator
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -87,7 +89,7 @@ def init_cache(params, batch, slots):
     return Cache(zeros, zeros, jnp.zeros((batch,), jnp.int32))
 
 
-def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positions=None):
+def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positions=None, taps=()):
     """Writes T tokens after the committed ones, and does not move ``length``."""
     B, T = tokens.shape
     slots = (cache.length + window_offset)[:, None] + jnp.arange(T, dtype=jnp.int32)
@@ -105,7 +107,9 @@ def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positio
     rows = jnp.arange(B)[:, None]
     keys, values = cache.keys, cache.values
     x = params["embed"][tokens] + params["position"][positions]
+    states = []  # that heads may tap
     for i in range(LAYERS):
+        states.append(x)
 
         def attend(q, k, v):
             nonlocal keys, values
@@ -114,7 +118,9 @@ def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positio
             return attention(q, keys[i], values[i], sees)
 
         x = layer(params, i, x, attend)
-    return ForwardOutput(x, cache.replace(keys=keys, values=values))
+    states += [x, x]  # after the last layer, and what unembed reads
+    features = jnp.concatenate([states[i] for i in taps], axis=-1) if taps else None
+    return ForwardOutput(x, cache.replace(keys=keys, values=values), features)
 
 
 def unembed(params, hidden):
@@ -123,4 +129,5 @@ def unembed(params, hidden):
 
 def make(seed=0):
     model = Model(VOCABULARY, MAX_LENGTH, init_cache, forward, unembed)
+    model = model._replace(embedding=operator.itemgetter("embed"), num_layers=LAYERS)  # for heads
     return spec_jax.LoadedModel("my_model", model, init_params(jax.random.key(seed)))

@@ -97,7 +97,7 @@ def eagle3_case(target: LoadedModel, config: ConfigDict) -> TrainingCase:
     objective = EAGLE3.bind(shape, target.model, {"num_steps": K}, constants)
     tokens = _tokens(config.seed, (config.batch, T + 2), target.config.vocab_size)
     mask = jnp.ones(tokens.shape, bool)
-    objective = with_view(objective, target.config, shape.taps)
+    objective = with_view(objective, target.model, shape.taps)
     step = jax.jit(
         functools.partial(
             train_step, objective=objective, optimizer=optimizer, dtype=config.get("dtype")

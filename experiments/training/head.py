@@ -211,7 +211,7 @@ def make_head(
         def loss(params, batch, frozen, counts=None):
             target_params, constants = frozen
             bound = objective.bind(shape, target.model, known, constants)
-            return with_view(bound, target.config, shape.taps)(params, batch, target_params, counts)
+            return with_view(bound, target.model, shape.taps)(params, batch, target_params, counts)
 
         return loss
 
@@ -340,7 +340,7 @@ class HeadExperiment:
         )
         used = [text for text, share in zip(self.texts, shares) if share > 0]
         if config.data.has_document_masks:
-            check_begins = functools.partial(target_view, config=self.target.config, taps=())
+            check_begins = functools.partial(target_view, model=self.target.model, taps=())
             window = jax.ShapeDtypeStruct((1, config.length), np.int32)
             jax.eval_shape(check_begins, self.target.params, window, window)
         self.spec = make_head(config, self.target, self.texts, used, self.placement)
@@ -353,7 +353,7 @@ class HeadExperiment:
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
-        view = functools.partial(target_view, config=self.target.config, taps=taps)
+        view = functools.partial(target_view, model=self.target.model, taps=taps)
         self._view = self.placement.jit(view)
         self._views = None
         if config.data.view_cache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -55,6 +55,42 @@ class Corpus(NamedTuple):
         """
         packed, starts = tokens.pack(tokenizer, documents)
         return cls(name, packed, starts=starts, counts=counts)
+
+    @classmethod
+    def of_tokens(cls, name: str, tokens: Any, limit: int | None = None) -> Corpus:
+        """Makes a corpus of ids in memory.
+
+        Args:
+          name: The name of the corpus in error messages.
+          tokens: An array i32[T], or an iterable of arrays i32[T] or i32[N,T], each row of which is
+            a document. A corpus is returned as it is.
+          limit: The number of tokens after which no further document is read; None means no limit.
+
+        Raises:
+          ConfigError: It is none of these.
+        """
+        if isinstance(tokens, cls):
+            return tokens
+        is_array = getattr(tokens, "ndim", None) == 1
+        parts = []
+        starts = [0]
+        try:
+            for part in [tokens] if is_array else tokens:
+                part = np.asarray(part)
+                if part.ndim not in (1, 2) or not np.issubdtype(part.dtype, np.integer):
+                    raise TypeError(f"of {part.dtype.name}{list(part.shape)}")
+                for row in np.atleast_2d(part):
+                    parts.append(row.astype(np.int32))
+                    starts.append(starts[-1] + len(row))
+                if limit is not None and starts[-1] >= limit:
+                    break
+        except TypeError as error:
+            raise ConfigError(
+                f"{name} is a {type(tokens).__name__} ({error}); expected a Corpus, an array "
+                "i32[T] of token ids, or an iterable of such arrays"
+            ) from error
+        packed = np.concatenate([np.zeros(0, np.int32), *parts])
+        return cls(name, packed, starts=None if is_array else np.asarray(starts))
 
     def num_windows(self, length: int) -> int:
         """Returns the number of whole windows; the tokens after the last are not used."""

@@ -15,7 +15,7 @@ from spec_jax.contracts import Head, Model
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import resized
 from spec_jax.errors import ConfigError
-from spec_jax.meshes import to_mesh
+from spec_jax.meshes import on_automatic_axes, to_mesh
 from spec_jax.models.checks import require
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.loaded import LoadedModel, family_name, weight_facts
@@ -44,6 +44,9 @@ class LoadedHead(ReprMixin):
     notes: tuple[str, ...] = ()
     format: str | None = None
     stated_length: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "params", on_automatic_axes(self.params))
 
     @property
     def kind(self) -> registry.DrafterKind:
@@ -181,7 +184,7 @@ class LoadedHead(ReprMixin):
         message = f"{self.name} cannot be saved: its kind {self.method!r} has no `write`"
         require(write is not None, message)
         options = {"dtype": dtype, "num_speculative_tokens": num_speculative_tokens}
-        write(self, pathlib.Path(directory), target, format=format, **options)
+        write(self, pathlib.Path(directory), target.for_heads, format=format, **options)
 
 
 def of_target(name: str, target: LoadedModel) -> LoadedHead | None:

@@ -33,7 +33,6 @@ from spec_jax.engine.stats import RunningStats
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel, check_loaded
 from spec_jax.meshes import has_copies, mesh_of, mesh_text, to_mesh, without_copies
-from spec_jax.models import transformer
 from spec_jax.models.caches.rewriting import warn_if_rewritten
 from spec_jax.models.chunks import CHUNK
 from spec_jax.models.config import largest_pass
@@ -418,14 +417,12 @@ def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) ->
       draft: the model or head that drafts for it, or None.
 
     Raises:
-      ConfigError: the head is for another target.
+      ConfigError: the head is for another target, or the target cannot be tapped.
       WeightsError: the head's weights are not those of its config.
     """
     if draft is None or registry.find(draft.method).head is None:
         return target.model
-    if target.config is None:
-        raise ConfigError(f"target {target.name} has no config; a head needs one to tap it")
-    sizes = (target.config.hidden_size, target.config.vocab_size)
+    sizes = (target.sizes.hidden_size, target.sizes.vocab_size)
     theirs = (draft.config.target_hidden_size, draft.config.target_vocab_size)
     if sizes != theirs:
         raise ConfigError(
@@ -433,7 +430,7 @@ def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) ->
             f"{target.name} is of width {sizes[0]} and has {sizes[1]} ids"
         )
     draft.check_params()
-    return transformer.model(target.config, draft.config.taps, target.model.num_tokens)
+    return target.model.with_taps(draft.config.taps)
 
 
 def make_drafter(

@@ -22,7 +22,7 @@ from spec_jax.engine.request import GenerateOptions, Messages, Prompt, refuse_op
 from spec_jax.engine.stream import Stream
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedHead, LoadedModel
-from spec_jax.meshes import mesh_of
+from spec_jax.meshes import mesh_of, on_automatic_axes
 from spec_jax.sampling import Samplers
 
 
@@ -464,5 +464,5 @@ def _like(params: Any, present: Any, name: str) -> Any:
             )
     params = jax.tree.unflatten(structure, [x for _, x in leaves])  # of a FrozenDict too
     if mesh_of(present) is None:  # committed arrays would need other programs
-        return jax.tree.map(jnp.asarray, params)
+        return on_automatic_axes(jax.tree.map(jnp.asarray, params))
     return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, present)

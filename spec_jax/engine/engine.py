@@ -21,7 +21,7 @@ from spec_jax.engine.adaptive.runner import AdaptiveRunner, name_of_round
 from spec_jax.engine.build import DecoderParts
 from spec_jax.engine.request import Request, check_transfers
 from spec_jax.engine.stats import Stats
-from spec_jax.errors import ShapeError
+from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.meshes import use_mesh
 from spec_jax.sampling import Samplers
 from spec_jax.sharding import log_once, unsplit_batch
@@ -44,8 +44,8 @@ class Engine:
       dispatched_s: when the last program had been dispatched, by ``time.perf_counter``.
 
     Raises:
-      ConfigError: the rule cannot serve the samplers' temperature, or ``jax_transfer_guard``
-        forbids moving arrays.
+      ConfigError: the rule cannot serve the samplers' temperature, ``jax_transfer_guard`` forbids
+        moving arrays, or weights have been donated.
     """
 
     def __init__(
@@ -56,6 +56,13 @@ class Engine:
         count: Callable[[Stats], None] | None = None,
     ):
         check_transfers()
+        for role, model in (("target", decoder.target), ("draft", decoder.draft)):
+            arrays = [] if model is None else jax.tree.leaves(model.params)
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
+                raise ConfigError(
+                    f"weights of the {role} {model.name} were donated to another program, or "
+                    f"deleted; go on with decoder.with_params({role}=...) and the new ones"
+                )
         self.decoder = decoder
         self._count = count
         system = decoder.system(samplers)

@@ -96,11 +96,7 @@ def unrolled(
       i64[K] twice: how many drafts the rule reached at each position, and how many it accepted.
     """
     draft = functools.partial(
-        _draft_table,
-        config=head.config,
-        model=target.model,
-        target_config=target.config,
-        num_draft=num_draft,
+        _draft_table, config=head.config, model=target.model, num_draft=num_draft
     )
     reached, accepted = np.zeros((2, num_draft), np.int64)
     bar = Progress(len(rows), f"teacher-forced {head.method}", every_s=10.0, delay_s=2.0)
@@ -145,11 +141,9 @@ def _text_drafts(config, model):
     return drafts
 
 
-@functools.partial(bounded_jit, static_argnames=("config", "model", "target_config", "num_draft"))
-def _draft_table(
-    target_params, head_params, tokens, *, config, model, target_config, num_draft: int
-):
+@functools.partial(bounded_jit, static_argnames=("config", "model", "num_draft"))
+def _draft_table(target_params, head_params, tokens, *, config, model, num_draft: int):
     """Returns i32[K,1,T], greedy drafts at all places of the tokens i32[1,T+2]."""
     params = {"head": head_params, "target": target_params}
-    view = target_view(target_params, tokens, config=target_config, taps=config.taps)
+    view = target_view(target_params, tokens, model=model, taps=config.taps)
     return replicate(_text_drafts(config, model)(params, view.features, tokens, num_draft))

@@ -19,12 +19,21 @@ from jax.typing import ArrayLike, DTypeLike
 
 from spec_jax.errors import ConfigError, WeightsError
 from spec_jax.meshes import platform_of
+from spec_jax.models import orbax_files
 from spec_jax.models.checks import integers_of, is_integer
 from spec_jax.models.config import with_attention
 from spec_jax.models.families import AnyConfig, family_of, read_config
 from spec_jax.models.files import read_json, write_json, write_once
 from spec_jax.models.float8 import METHOD, SCALE, block_of, dequantised, has_blocks
-from spec_jax.models.params import Params, assemble, declared, outer_table, placement, walk
+from spec_jax.models.params import (
+    Params,
+    assemble,
+    assemble_named,
+    declared,
+    outer_table,
+    placement,
+    walk,
+)
 from spec_jax.models.parts import Part, Tensor, read_onto, stack
 from spec_jax.models.runs import laid_out
 from spec_jax.models.specs import ParamSpec, tensor_names
@@ -38,7 +47,7 @@ from spec_jax.models.tensors import (
     unfused,
 )
 from spec_jax.models.tokenizer import Tokenizer
-from spec_jax.sharding import SHARDED, AxisRules
+from spec_jax.sharding import SHARDED, AxisRules, place
 
 _HEAD = "lm_head.weight"
 _MODULES = ("mtp.", "model.mtp_layers.")  # what ``load_mtp`` reads from the same directory
@@ -56,7 +65,8 @@ def load_pretrained(
     """Loads a model directory of a registered family, from safetensors or the files of torch.
 
     MTP modules in the directory are not read. 8-bit floats in blocks are multiplied by their scales
-    (see ``float8``). On a mesh, each process reads what its own devices
+    (see ``float8``). A directory with config.json and an orbax checkpoint holds the weights by our
+    names, see ``orbax_files``. On a mesh, each process reads what its own devices
     hold, part by part, and never has a whole tensor that is split.
 
     Args:
@@ -86,6 +96,11 @@ def load_pretrained(
     elif scan_layers:
         raise ConfigError(f"scan_layers: the layers of {directory} are never stacked")
     config = with_attention(config, attention)
+    if (folder := orbax_files.find(directory)) is not None:
+        params = assemble_named(config, orbax_files.leaves(folder, config), dtype, str(folder))
+        if mesh is not None:
+            params = place(params, placement(str(directory), config, mesh, axis_rules))
+        return params, config
     with contextlib.ExitStack() as files:
         stored = open_tensors(directory, files)
         check_layers(directory, config.num_hidden_layers, len(stored))

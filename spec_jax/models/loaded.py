@@ -8,23 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from spec_jax.config import SamplerConfig
 from spec_jax.contracts import Model
-from spec_jax.errors import WeightsError
-from spec_jax.meshes import mesh_of, mesh_text, to_mesh
+from spec_jax.meshes import mesh_of, mesh_text, on_automatic_axes, to_mesh
 from spec_jax.models import transformer
 from spec_jax.models.checks import naming, require
+from spec_jax.models.config import ModelConfig
 from spec_jax.models.cpu_layout import CpuLayout
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.params import (
     Params,
-    assemble,
-    declared,
+    assemble_named,
     head_counts,
     num_params,
     param_table,
@@ -33,8 +30,6 @@ from spec_jax.models.params import (
 from spec_jax.models.tokenizer import Tokenizer
 from spec_jax.sharding import SHARDED, AxisRules, place, unsplit_weights
 from spec_jax.show.summary import ReprMixin, count_text
-
-_LISTED = 8  # weights that a message names
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -67,6 +62,9 @@ class LoadedModel(ReprMixin):
     source: str | None = None
     stated_length: int | None = None
 
+    def __post_init__(self):
+        object.__setattr__(self, "params", on_automatic_axes(self.params))
+
     @property
     def max_length(self) -> int:
         """Maximum tokens of a row, prompt and output together."""
@@ -80,6 +78,41 @@ class LoadedModel(ReprMixin):
         is_tied = self.config.tie_word_embeddings
         has_panels = family_of(self.config).has_panels
         return CpuLayout(self.params, is_tied=is_tied, has_panels=has_panels)
+
+    @functools.cached_property
+    def sizes(self) -> AnyConfig:
+        """The config that heads take their sizes from.
+
+        Of a custom model it is a Llama's of the same width, ids, layers and length, with attention
+        heads of 64 dimensions or as near above that as divides the width.
+
+        Raises:
+          ConfigError: heads cannot draft for the model.
+        """
+        if self.config is not None:
+            return self.config
+        model = self.model.with_taps(())  # refuses one that cannot be tapped
+        V, D = jax.eval_shape(lambda params: model.embedding(params), self.params).shape
+        most = max(1, D // 64)
+        return ModelConfig(
+            vocab_size=V,
+            hidden_size=D,
+            intermediate_size=3 * D,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=max(n for n in range(1, most + 1) if D % n == 0),
+            max_position_embeddings=self.max_length,
+        )
+
+    @property
+    def for_heads(self) -> LoadedModel:
+        """The model as files of heads know it: a custom one has ``sizes`` and its two ends alone.
+
+        Raises:
+          ConfigError: heads cannot draft for the model.
+        """
+        if self.config is not None:
+            return self
+        return dataclasses.replace(self, config=self.sizes, params=self.model.ends(self.params))
 
     @classmethod
     def from_params(
@@ -132,25 +165,7 @@ class LoadedModel(ReprMixin):
           WeightsError: ``leaf`` raises a KeyError or returns None or an array of another shape; the
             message lists all such weights.
         """
-        found = {}
-        wrong = []
-        for weight, spec, layer in declared(config):
-            where = weight if layer is None else f"{weight} of layer {layer}"
-            try:
-                array = leaf(weight, layer)
-            except KeyError:
-                array = None
-            if array is None:
-                wrong.append(f"{where} is missing; expected {list(spec.shape)}")
-            elif np.shape(array) != spec.shape:
-                shape = list(np.shape(array))
-                wrong.append(f"{where} has shape {shape}; expected {list(spec.shape)}")
-            else:
-                found[spec.hf_name, layer] = jnp.asarray(array, spec.dtype or dtype)
-        if wrong:
-            more = f"; and {len(wrong) - _LISTED} more" * (len(wrong) > _LISTED)
-            raise WeightsError(f"weights of {name}: {'; '.join(wrong[:_LISTED])}{more}")
-        params = assemble(config, lambda spec, layer: found[spec.hf_name, layer])
+        params = assemble_named(config, leaf, dtype, name)
         num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)
         model = transformer.model(config, num_tokens=num_tokens)
         return cls(name, model, params, tokenizer, config, tuple(stop_tokens))

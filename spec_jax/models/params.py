@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -20,7 +21,20 @@ from spec_jax.models.specs import ParamSpec
 from spec_jax.sharding import AxisRules, check_divides, log_once, shardings, unsplit_weights
 
 _STD = 0.02  # of random weights
+_LISTED = 8  # weights that a message names
 Params = dict[str, Any]
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether this is an array of floating-point numbers."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def cast(tree: Any, dtype: DTypeLike | None) -> Any:
+    """Casts the floating arrays of a pytree to ``dtype``; None leaves them as they are."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def layer_tables(config: AnyConfig) -> list[dict[str, ParamSpec]]:
@@ -101,6 +115,42 @@ def assemble(
         for layers in run
     }
     return params
+
+
+def assemble_named(
+    config: AnyConfig, leaf: Callable[[str, int | None], Any], dtype: DTypeLike, owner: str
+) -> Params:
+    """Builds a model's parameters from a function of their names, see ``LoadedModel.from_params``.
+
+    Args:
+      config: the model's shape.
+      leaf: ``(name, layer) -> array``.
+      dtype: of the weights.
+      owner: whose weights they are, for messages.
+
+    Raises:
+      WeightsError: ``leaf`` raises a KeyError or returns None or an array of another shape; the
+        message lists all such weights.
+    """
+    found = {}
+    wrong = []
+    for name, spec, layer in declared(config):
+        where = name if layer is None else f"{name} of layer {layer}"
+        try:
+            array = leaf(name, layer)
+        except KeyError:
+            array = None
+        if array is None:
+            wrong.append(f"{where} is missing; expected {list(spec.shape)}")
+        elif np.shape(array) != spec.shape:
+            shape = list(np.shape(array))
+            wrong.append(f"{where} has shape {shape}; expected {list(spec.shape)}")
+        else:
+            found[spec.hf_name, layer] = jnp.asarray(array, spec.dtype or dtype)
+    if wrong:
+        more = f"; and {len(wrong) - _LISTED} more" * (len(wrong) > _LISTED)
+        raise WeightsError(f"weights of {owner}: {'; '.join(wrong[:_LISTED])}{more}")
+    return assemble(config, lambda spec, layer: found[spec.hf_name, layer])
 
 
 def layer_weights(config: AnyConfig, params: Params, layer: int) -> dict[str, Any]:

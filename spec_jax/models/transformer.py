@@ -6,6 +6,7 @@ The layers are those of the config's family, see ``models/families``.
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -221,4 +222,6 @@ def model(config: AnyConfig, taps: tuple[int, ...] = (), num_tokens: int | None 
         num_tokens=num_tokens if is_padded else None,
         open_window=lambda cache, width: cache.open_window(width),
         config=config,
+        embedding=operator.itemgetter("embed"),
+        num_layers=L,
     )

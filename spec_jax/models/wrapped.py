@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,23 @@ from spec_jax.models.loaded import LoadedModel
 from spec_jax.models.tokenizer import Tokenizer
 
 
+class Tappable(NamedTuple):
+    """A function from tokens to logits in parts, so that heads can draft for it.
+
+    Attributes:
+      states: ``(params, tokens i32[B,T]) -> L + 2 states dtype[B,T,D]``, which heads may tap, in
+        the order of ``Model.embedding``; the last is the input of ``unembed``. Causal.
+      unembed: ``(params, hidden dtype[...,D]) -> logits [...,V]``.
+      embedding: ``(params) -> dtype[V,D]``, the tokens' embeddings.
+    """
+
+    states: Callable[[Any, jax.Array], Sequence[jax.Array]]
+    unembed: Callable[[Any, jax.Array], jax.Array]
+    embedding: Callable[[Any], jax.Array]
+
+
 def wrap(
-    logits_fn: Callable[[Any, jax.Array], jax.Array],
+    logits_fn: Callable[[Any, jax.Array], jax.Array] | Tappable,
     params: Any,
     *,
     vocab_size: int,
@@ -52,7 +67,8 @@ def wrap(
 
     Args:
       logits_fn: ``(params, tokens i32[B,T]) -> logits [B,T,V]``, causal: the logits at a position
-        depend on the tokens up to it. It is called with any B and with T up to ``max_length``.
+        depend on the tokens up to it. It is called with any B and with T up to ``max_length``. Its
+        parts instead, a ``Tappable``, let heads draft for it.
       params: its weights, a pytree of arrays.
       vocab_size: V.
       max_length: maximum tokens of a row, prompt and output together.
@@ -65,8 +81,17 @@ def wrap(
     """
     check_integer("vocab_size", vocab_size, 1)
     check_integer("max_length", max_length, 1)
+    parts = logits_fn
+    if not isinstance(parts, Tappable):
+        parts = Tappable(lambda *given: (logits_fn(*given),), lambda params, hidden: hidden, None)
+
+    def whole(params, tokens):
+        return parts.unembed(params, parts.states(params, tokens)[-1])
+
     T = min(4, max_length)
-    found = jax.eval_shape(logits_fn, params, jax.ShapeDtypeStruct((2, T), jnp.int32))
+    tokens = jax.ShapeDtypeStruct((2, T), jnp.int32)
+    found = jax.eval_shape(whole, params, tokens)
+    num_states = len(jax.eval_shape(parts.states, params, tokens))
     shape = getattr(found, "shape", None)
     if shape != (2, T, vocab_size) or not jnp.issubdtype(found.dtype, jnp.floating):
         what = type(found).__name__ if shape is None else f"{found.dtype}{list(shape)}"
@@ -79,7 +104,9 @@ def wrap(
         del params
         return TokenCache.create(batch, slots)
 
-    def forward(params, tokens, cache, *, window_offset=0, window_mask=None, positions=None):
+    def forward(
+        params, tokens, cache, *, window_offset=0, window_mask=None, positions=None, taps=()
+    ):
         del positions  # a sequence has no others than its own
         cache, slots = cache.write(tokens, window_offset)
         if window_mask is None:
@@ -90,18 +117,30 @@ def wrap(
             rows, last = _paths(cache, window_mask, own)
         # No token past the maximum length is emitted, and a function may have no position for it.
         rows, last = rows[:, :max_length], jnp.minimum(last, max_length - 1)
-        logits = jnp.take_along_axis(logits_fn(params, rows), last[..., None], axis=1)
-        return ForwardOutput(logits.reshape(*tokens.shape, vocab_size), cache)
+        states = parts.states(params, rows)
+        hidden, *tapped = (
+            jnp.take_along_axis(states[i], last[..., None], axis=1).reshape(*tokens.shape, -1)
+            for i in (-1, *taps)
+        )
+        return ForwardOutput(hidden, cache, jnp.concatenate(tapped, -1) if taps else None)
 
     def unembed(params, hidden):
-        del params
-        logits = hidden.astype(jnp.float32)
+        logits = parts.unembed(params, hidden).astype(jnp.float32)
         return logits if num_tokens is None else jnp.where(is_token, logits, -jnp.inf)
 
     num_ids = vocab_size if tokenizer is None else tokenizer.num_ids
     num_tokens = num_ids if num_ids < vocab_size else None
     is_token = np.arange(vocab_size) < num_ids
-    model = Model(vocab_size, max_length, init_cache, forward, unembed, num_tokens)
+    model = Model(
+        vocab_size,
+        max_length,
+        init_cache,
+        forward,
+        unembed,
+        num_tokens,
+        embedding=parts.embedding,
+        num_layers=num_states - 2,
+    )
     return LoadedModel(name, model, params, tokenizer, stop_tokens=tuple(stop_tokens))
 
 

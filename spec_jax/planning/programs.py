@@ -377,7 +377,7 @@ def trace_train(job: TrainJob, mesh: Mesh) -> Traced:
         loss = objective.bind(job.head, model, objective.known(options), constants)
         step = functools.partial(
             train_step,
-            objective=with_view(loss, job.target, job.head.taps),
+            objective=with_view(loss, model, job.head.taps),
             optimizer=optimizer,
             dtype=None if job.dtype == "float32" else job.dtype,
         )

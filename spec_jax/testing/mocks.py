@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
 
     After the tokens a, b it looks up row ``(a * V + b) mod C``; with C = V * V every context has
     its own row, with C = 1 all share one. It reads a and b from its cache. Its features are its
-    logits.
+    logits. Heads find an embedding in ``embed``, beside the table.
 
     Args:
       vocab_size: V.
@@ -59,7 +60,8 @@ def toy_model(vocab_size: int, max_length: int = 1 << 20, num_tokens: int | None
             return hidden
         return jnp.where(jnp.arange(vocab_size) < num_tokens, hidden, -jnp.inf)
 
-    return Model(vocab_size, max_length, init_cache, forward, unembed, num_tokens)
+    model = Model(vocab_size, max_length, init_cache, forward, unembed, num_tokens)
+    return model._replace(embedding=operator.itemgetter("embed"))
 
 
 def slow_model(model: Model, pass_s: float) -> Model:

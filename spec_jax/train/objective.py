@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.contracts import Model
-from spec_jax.models import transformer
 from spec_jax.models.checks import require
-from spec_jax.models.config import ModelConfig
 from spec_jax.train.means import Mean
 from spec_jax.train.unroll import shifted
 
@@ -137,36 +135,45 @@ def target_view(
     tokens: jax.Array,
     begins: jax.Array | None = None,
     *,
-    config: ModelConfig,
+    model: Model,
     taps: tuple[int, ...],
 ) -> View:
-    """Runs the target over whole windows, without a cache.
+    """Runs the target over whole windows: without a cache, or with one that nothing is read from.
 
     Args:
       target: The target's weights.
       tokens: i32[B,W].
-      begins: See ``Batch``.
-      config: The target's shape.
-      taps: The states to keep, see ``transformer.forward``.
+      begins: See ``Batch``; custom models take none.
+      model: The target's functions.
+      taps: The states to keep, see ``Model.embedding``.
+
+    Raises:
+      ConfigError: The model has no such states, or a sequence has several documents and the model
+        cannot keep them apart.
     """
-    out = transformer.forward(target, tokens, config=config, begins=begins, taps=taps)
+    forward = model.with_taps(taps).forward if taps else model.forward
+    if model.takes("begins"):
+        out = forward(target, tokens, None, begins=begins)
+    else:
+        require(begins is None, "forward of the target takes no `begins`: it mixes documents")
+        out = forward(target, tokens, model.init_cache(target, *tokens.shape))
     return jax.lax.stop_gradient(View(out.features, out.hidden))
 
 
 def with_view(
-    loss: Callable[..., tuple[jax.Array, dict]], config: ModelConfig, taps: tuple[int, ...]
+    loss: Callable[..., tuple[jax.Array, dict]], model: Model, taps: tuple[int, ...]
 ) -> Callable[..., tuple[jax.Array, dict]]:
     """Returns a loss that computes the target's states of batches that have none.
 
     Args:
       loss: ``(params, batch, target, counts=None) -> (loss, figures)``, of ``Objective.bind``.
-      config: The target's shape.
-      taps: The states that the loss reads, see ``transformer.forward``.
+      model: The target's functions.
+      taps: The states that the loss reads, see ``Model.embedding``.
     """
 
     def run(params, batch, target, counts=None):
         if batch.view is None:
-            view = target_view(target, batch.tokens, batch.begins, config=config, taps=taps)
+            view = target_view(target, batch.tokens, batch.begins, model=model, taps=taps)
             batch = batch.replace(view=view)
         return loss(params, batch, target, counts)
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from spec_jax.errors import ConfigError
 from spec_jax.models.checks import require
+from spec_jax.models.params import cast
 from spec_jax.train.means import merge_stacked
 
 
@@ -28,17 +29,6 @@ class TrainState:
     def create(cls, params: Any, optimizer: optax.GradientTransformation) -> TrainState:
         """Makes the state before the first step."""
         return cls(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-
-
-def cast(tree: Any, dtype: DTypeLike | None) -> Any:
-    """Casts the floating arrays of a pytree to ``dtype``; None leaves them as they are."""
-    if dtype is None:
-        return tree
-
-    def is_float(x):
-        return jnp.issubdtype(x.dtype, jnp.floating)
-
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
 def train_step(

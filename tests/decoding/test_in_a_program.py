@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import spec_jax
 from docs.examples import my_model
 from spec_jax import decoding
-from spec_jax.errors import PromptError, ShapeError
+from spec_jax.errors import ConfigError, PromptError, ShapeError
 from spec_jax.sampling import make_sampler
 
 SLOTS = 32
@@ -63,6 +66,41 @@ def test_a_callers_program_is_exported_for_three_platforms():
     program = jax.jit(make_rollout(speculative))
     exported = jax.export.export(program, platforms=platforms)(params, PROMPTS[0])
     assert exported.call(params, PROMPTS[0])[: 3 + NEW].tolist() == expected()[0]
+
+
+def test_weights_on_a_mesh_of_explicit_axes_decode_as_on_one_of_automatic_axes():
+    mesh = jax.make_mesh((2,), ("tensor",))
+    assert mesh.axis_types == (AxisType.Explicit,)
+    own = my_model.make()
+
+    def split(x):
+        axis = PartitionSpec(*[None] * (x.ndim - 1), "tensor")
+        return jax.device_put(x, NamedSharding(mesh, axis))
+
+    params = jax.tree.map(split, own.params)
+    target = dataclasses.replace(own, params=params)
+    pointers = [
+        [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+        for tree in (params, target.params)
+    ]
+    assert pointers[0] == pointers[1]  # nothing is copied
+    rows = spec_jax.SpeculativeDecoder(target).generate(PROMPTS, NEW)
+    assert [[*prompt, *row.tokens] for prompt, row in zip(PROMPTS.tolist(), rows)] == expected()
+    again = spec_jax.SpeculativeDecoder(own).with_params(target=params).target.params
+    where = {x.sharding.mesh.axis_types for x in jax.tree.leaves(again)}
+    assert where == {(AxisType.Auto,)}
+
+
+def test_weights_that_were_donated_are_named_with_the_remedy():
+    target = my_model.make()
+    target = dataclasses.replace(target, params=jax.tree.map(jnp.copy, target.params))
+    living = spec_jax.SpeculativeDecoder(target)
+    train = jax.jit(lambda params: jax.tree.map(lambda x: x + 0, params), donate_argnums=0)
+    new = train(target.params)
+    with pytest.raises(ConfigError, match=r"target my_model were donated .*with_params\(target="):
+        living.generate(PROMPTS, NEW)
+    rows = living.with_params(target=new).generate(PROMPTS, NEW)
+    assert [[*prompt, *row.tokens] for prompt, row in zip(PROMPTS.tolist(), rows)] == expected()
 
 
 def test_what_cannot_work_within_a_program_is_refused():

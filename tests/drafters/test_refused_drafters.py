@@ -106,7 +106,7 @@ def kind(draft="head", drafter=None, has_head=False):
 
 EAGLE_3, EAGLE_1 = (eagle_heads.CONFIGS[name] for name in ("eagle-3", "eagle-1"))
 ONE_TAP = dict(version=1, taps=(3,))
-BARE = replace(TARGET, config=None)
+BARE = replace(TARGET, config=None, model=TARGET.model._replace(embedding=None))
 REFUSED = [
     (lambda: suffix(suffix_max_depth=0), "suffix.max_depth is 0; expected an integer of 1 or more"),
     (lambda: suffix(suffix_history_tokens=-1), "suffix.history_tokens"),
@@ -160,7 +160,7 @@ REFUSED = [
     (lambda: load_draft(".", TARGET, method="eagle3"), r"kind 'eagle3' \(did you mean eagle\?\)"),
     (lambda: load_draft(".", TARGET, method="mine"), "no drafter kind 'mine'; known: standalone"),
     (lambda: load_head("zoo/eagle3", None), "target is None; expected a LoadedModel"),
-    (lambda: load_head("zoo/eagle3", BARE), "tiny has no config"),
+    (lambda: load_head("zoo/eagle3", BARE), "has no `embedding`"),
     (lambda: load_head("zoo/eagle3", TARGET, 3), "dtype is 3"),
     (lambda: load_head("zoo/eagle3", TARGET, "int8"), "dtype is 'int8'"),
     (lambda: random_head("config", jax.random.key(0)), "no drafter kind has heads of a str"),

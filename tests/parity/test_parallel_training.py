@@ -96,7 +96,7 @@ def test_losses_and_weights_over_steps_are_those_of_their_training(tmp_path, nam
     state, ours, expected = TrainState.create(params, optimizer), [], []
     for i in range(STEPS):
         tokens = jnp.asarray(TEXT[i], jnp.int32)
-        view = target_view(TARGET.params, tokens, config=LLAMA, taps=config.taps)
+        view = target_view(TARGET.params, tokens, model=TARGET.model, taps=config.taps)
         batch = Batch(tokens, jnp.asarray(MASK), jax.random.key(i), view)
         state, metrics = step(state, batch, target.params)
         ours.append(float(metrics["loss"]))

@@ -85,7 +85,7 @@ def test_an_exported_block_drafter_has_the_same_logits_there(tmp_path, target, n
 
     @jax.jit
     def ours(cache, pending):
-        x, _ = block_states(params, pending, cache, config.block_size, config)
+        x, _ = block_states(params, pending, cache, config.block_size, config, model)
         x = x[:, first:]
         base = model.unembed(params["target"], normed(params["head"], x, config))
         before = jnp.concatenate([pending[:, None], after[None, :-1]], axis=1)

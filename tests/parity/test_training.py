@@ -81,7 +81,7 @@ def ours(target, head, config, objective):
     )
     constants = {name: jnp.asarray(head[name]) for name in head if name == "d2t"}
     params = {name: jax.tree.map(jnp.asarray, w) for name, w in head.items() if name != "d2t"}
-    view = jax.jit(functools.partial(target_view, config=target.config, taps=config.taps))
+    view = jax.jit(functools.partial(target_view, model=target.model, taps=config.taps))
     with_constants = lambda head, *args: objective({**head, **constants}, *args)
     step = jax.jit(functools.partial(train_step, objective=with_constants, optimizer=optimizer))
     state, losses = TrainState.create(params, optimizer), []

@@ -126,7 +126,7 @@ class Run:
         if name == "eagle3":
             self.constants = {"d2t": jnp.arange(64, dtype=jnp.int32) // 4}
         model = transformer.model(MODEL)
-        view = functools.partial(target_view, config=MODEL, taps=self.config.taps)
+        view = functools.partial(target_view, model=model, taps=self.config.taps)
         self._view = self.placement.jit(view)
         fresh = functools.partial(registry.kind_of(self.config).head.init_params, self.config)
         init = lambda: kind.split(fresh(jax.random.key(2), "float32"))[0]

@@ -1,16 +1,19 @@
 """The audit: rounding is called rounding, and a planted defect a bug, also at a near tie."""
 
 import collections
+import dataclasses
 import functools
 import gzip
 import json
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.defects import DEFECTS, perturbed_layer
 from support.tiny_models import LLAMA, large_weights
 
+from docs.examples import my_model
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_draft, load_model
 from spec_jax.errors import ConfigError
 from spec_jax.testing import Audit, RowAudit, audit, audit_outputs, mock_model
@@ -75,6 +78,43 @@ def test_the_wider_pass_of_float32_has_more_digits():
     found = Passes(large_weights("target", LLAMA, 0)).logits([3, 1, 4, 1, 5], 2)
     gaps = np.abs(found.exact - found.rounded)
     assert 0 < gaps.max() < 1e-4 * np.abs(found.exact).max()
+
+
+def custom_rows(forward):
+    """The rows of an audit of ``my_model``, all of them examined."""
+    own = my_model.make()
+    target = dataclasses.replace(own, model=own.model._replace(forward=forward))
+    decoder = SpeculativeDecoder(target, my_model.make(1), SpeculativeConfig("standalone", 2))
+    return audit(decoder, [[3, 1, 4], [7, 2]], 24, has_all_rows=True).rows
+
+
+@pytest.mark.exhaustive
+def test_float32_models_without_a_config_are_measured_in_float64():
+    assert [row.verdict for row in custom_rows(my_model.forward)] == ["identical"] * 2
+
+
+@pytest.mark.exhaustive
+def test_a_defect_of_a_model_without_a_config_is_a_bug_and_no_rounding():
+    def rounded(params, tokens, cache, **options):
+        output = my_model.forward(params, tokens, cache, **options)
+        noise = 1e-4 * jnp.sin(1e4 * output.hidden) * (tokens.shape[1] == 3)  # of a verify pass
+        return output._replace(hidden=output.hidden + noise)
+
+    assert "bug" in [row.verdict for row in custom_rows(rounded)]
+
+
+def test_where_rounding_cannot_be_measured_the_audit_says_so():
+    def narrow(params, tokens, cache, **options):
+        output = my_model.forward(params, tokens, cache, **options)
+        return output._replace(hidden=output.hidden.astype(jnp.float32))
+
+    own = my_model.make()
+    target = dataclasses.replace(own, model=own.model._replace(forward=narrow))
+    differing = audit_outputs(target, [3, 1, 4], [1, 2], [1, 3])
+    assert differing.verdict == "unknown"
+    assert "computes in float32 although its weights are in float64" in str(differing)
+    found = Audit(1, (differing,), 2)
+    assert not found.is_explained and "1 of unknown cause" in str(found)
 
 
 def test_sampled_outputs_and_missing_rows_are_refused():

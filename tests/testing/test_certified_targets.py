@@ -53,7 +53,7 @@ DEFECTS = {
         "different lengths",
     ),
     "a row that reads its neighbour": (
-        {f"        {LAYER}\n    return F": f"        {LAYER} + jnp.roll(x, 1, 0)\n    return F"},
+        {f"        {LAYER}\n    s": f"        {LAYER} + jnp.roll(x, 1, 0)\n    s"},
         "rows are mixed",
     ),
     "a position by slot in a tree": ({POSITIONS: "positions = slots"}, "position by depth"),
@@ -67,6 +67,35 @@ DEFECTS = {
         "insert_row",
     ),
     "a window's offset that is ignored": ({START: "cache.length[:, None]"}, "window_offset"),
+    "a last slot that is lost": (
+        {"values.at[i, rows, slots]": "values.at[i, rows, jnp.minimum(slots, len(every) - 2)]"},
+        "a cache of 8 slots the last ones are lost",
+    ),
+    "a rewind that keeps a token": (
+        {"length=self.length - n": "length=self.length - jnp.maximum(n - 1, 0)"},
+        "rewind(n) left lengths",
+    ),
+    "a rewind that forgets a whole window": (
+        {
+            "return self.replace(length=self.length - n)": "length = self.length - n\n"
+            "        kept = jnp.arange(self.keys.shape[2]) < length[:, None] - 3\n"
+            "        return self.replace(keys=self.keys * kept[..., None], length=length)"
+        },
+        "after rewind",
+    ),
+    "rows taken of the wrong axis": (
+        {"Cache(self.keys[:, rows]": "Cache(self.keys[:, jnp.sort(rows)]"},
+        "after take_rows",
+    ),
+    "a snapshot without its length": (
+        {
+            "    def rewind(self, n):": "    def snapshot(self):\n        return self\n\n"
+            "    def restore_from_snapshot(self, old):\n"
+            "        return self.replace(keys=old.keys, values=old.values)\n\n"
+            "    def rewind(self, n):"
+        },
+        "after restore_from_snapshot",
+    ),
     "values that the next token overwrites": (
         {"values.at[i, rows, slots]": "values.at[i, rows, jnp.minimum(slots, 4)]"},
         "differ",
@@ -96,7 +125,7 @@ def test_a_defect_is_refused_by_its_cause(name):
 
 def test_a_right_model_gets_a_certificate_and_what_it_lacks_is_said():
     found = spec_jax.certify(target=my_model.make(), logits=my_model.logits)
-    assert len(found.checks) == 11 and max(c.error for c in found.checks) < 1e-4
+    assert len(found.checks) == 14 and max(c.error for c in found.checks) < 1e-4
     assert found.failure is None and "Certificate of target 'my_model'" in str(found)
 
     def plain(params, tokens, cache):
@@ -127,7 +156,9 @@ def test_every_family_and_cache_gets_a_certificate(kind):
         return transformer.logits(params, tokens, config=config)
 
     found = spec_jax.certify(target=large_weights(kind, config, 3), logits=logits)
-    assert len(found.checks) == 11 and len(found.not_proved) == 2
+    lacks = [text for text in found.not_proved if "rewind" in text]
+    assert bool(lacks) == (config in STATE_FAMILIES or "Next" in kind or "Qwen35" in kind)
+    assert len(found.checks) == 15 - len(lacks) and len(found.not_proved) == 2 + len(lacks)
 
 
 def test_logits_that_are_not_the_functions_are_refused():
@@ -184,6 +215,21 @@ def test_a_wrapped_function_decodes_as_the_model_with_a_cache():
     ):
         decoder = spec_jax.SpeculativeDecoder(wrapped, draft, config)
         assert decoder.generate([3, 1, 4], 20).tokens == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [None, "data:2", "tensor:2"])
+def test_a_wrapped_function_decodes_on_a_mesh_and_with_adaptive_k(mesh):
+    own = my_model.make()
+    sizes = dict(vocab_size=my_model.VOCABULARY, max_length=my_model.MAX_LENGTH)
+    wrapped = spec_jax.wrap(my_model.logits, own.params, **sizes)
+    draft = spec_jax.wrap(my_model.logits, my_model.make(1).params, **sizes)
+    prompts = [[3, 1, 4], [7, 2]]
+    expected = [row.tokens for row in spec_jax.SpeculativeDecoder(own).generate(prompts, 20)]
+    for is_adaptive in (False, True):
+        config = spec_jax.SpeculativeConfig(num_speculative_tokens=3, is_adaptive=is_adaptive)
+        decoder = spec_jax.SpeculativeDecoder(wrapped, draft, config, mesh=mesh)
+        assert [row.tokens for row in decoder.generate(prompts, 20)] == expected
 
 
 def test_functions_that_cannot_be_wrapped_are_refused():

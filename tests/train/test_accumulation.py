@@ -48,7 +48,7 @@ def setting(name):
     constants = {"d2t": jnp.arange(64, dtype=jnp.int32) // 4} if name == "eagle3" else {}
     loss = objective.bind(config, transformer.model(MODEL), options, constants)
     init = lambda: (objective.split(fresh())[0], target())
-    return with_view(loss, MODEL, config.taps), init, batch_of_parts()
+    return with_view(loss, transformer.model(MODEL), config.taps), init, batch_of_parts()
 
 
 @pytest.mark.exhaustive

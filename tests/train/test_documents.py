@@ -66,7 +66,7 @@ def run(name, batch, mesh=None):
         params["d2t"] = jnp.arange(20, dtype=jnp.int32) // 2
     trained, constants = objective.split(params)
     loss = objective.bind(config, transformer.model(CONFIG, config.taps), options, constants)
-    loss = with_view(loss, CONFIG, config.taps)
+    loss = with_view(loss, transformer.model(CONFIG), config.taps)
     graded = placement.jit(jax.value_and_grad(loss, has_aux=True))
     return jax.device_get(graded(trained, placement.place(batch), TARGET.params))
 
@@ -114,7 +114,7 @@ def test_a_recurrent_target_refuses_windows_of_several_documents():
     config = MAMBA2
     params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, 4), "int32")
-    view = functools.partial(target_view, config=config, taps=(0,))
+    view = functools.partial(target_view, model=transformer.model(config), taps=(0,))
     jax.eval_shape(view, params, tokens)
     with pytest.raises(ConfigError, match="recurrent state would carry it from one document"):
         jax.eval_shape(view, params, tokens, tokens)

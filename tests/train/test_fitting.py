@@ -77,7 +77,9 @@ def test_fitting_follows_the_objective_on_the_windows_of_each_step(target):
 
     @jax.jit
     def gradient(params, tokens):
-        view = target_view(target.params, tokens, config=TARGET, taps=head.config.taps)
+        view = target_view(
+            target.params, tokens, model=transformer.model(TARGET), taps=head.config.taps
+        )
         window = Batch(tokens, jnp.ones(tokens.shape, bool), jax.random.key(0), view)
         loss = lambda params: eagle3_loss(
             params, window, target.params, config=head.config, model=target.model, num_steps=3

@@ -38,7 +38,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
     params, constants = objective.split(head.params)
     plain = SpeculativeDecoder(TARGET).generate(PROMPTS, 40)
     text = jnp.asarray([[*prompt, *row.tokens][:43] for prompt, row in zip(PROMPTS, plain)])
-    view = target_view(TARGET.params, text, config=CONFIG, taps=config.taps)
+    view = target_view(TARGET.params, text, model=TARGET.model, taps=config.taps)
     loss = objective.bind(config, TARGET.model, objective.known(options), constants)
     optimizer = optax.adam(1e-2)
     state, losses = TrainState.create(params, optimizer), []

@@ -35,7 +35,7 @@ def head_of(name):
 
 @functools.cache
 def view(name):
-    return target_view(TARGET.params, TEXT, config=CONFIG, taps=BLOCKS[name].taps)
+    return target_view(TARGET.params, TEXT, model=TARGET.model, taps=BLOCKS[name].taps)
 
 
 def batch_of(name, mask=None, key=0):
@@ -78,7 +78,7 @@ def test_a_block_is_scored_as_it_is_drafted(name):
     def scored():
         places = jnp.asarray(anchors)[None]
         context = objective.context_keys(head, features, config)
-        x = objective.states_at(params, TEXT[:1], places, context, config)
+        x = objective.states_at(params, TEXT[:1], places, context, config, TARGET.model)
         before = TEXT[0][places.T + jnp.arange(K)][None]
         return objective.scores_at(params, x, before, config, TARGET.model)[1][0]
 
@@ -167,7 +167,7 @@ def test_a_loss_is_the_weighted_mean_over_drafts_that_count():
     def distributions():
         anchors = jnp.asarray([places] * 2)
         context = objective.context_keys(head, batch.view.features, config)
-        x = objective.states_at(params, TEXT, anchors, context, config)
+        x = objective.states_at(params, TEXT, anchors, context, config, TARGET.model)
         before = TEXT[:, jnp.asarray(places)[:, None] + jnp.arange(K)]
         base, q = map(jax.nn.softmax, objective.scores_at(params, x, before, config, TARGET.model))
         p = jax.nn.softmax(TARGET.model.unembed(TARGET.params, batch.view.hidden))

@@ -36,7 +36,7 @@ def objective(name):
 
 
 def view_of(config, tokens, mask=None):
-    view = target_view(TARGET.params, tokens, config=CONFIG, taps=config.taps)
+    view = target_view(TARGET.params, tokens, model=transformer.model(CONFIG), taps=config.taps)
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     return Batch(tokens, mask, jax.random.key(0), view)
 

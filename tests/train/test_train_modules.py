@@ -31,7 +31,7 @@ TARGETS += [tiny_models.GLM4_MOE, tiny_models.DEEPSEEK_TARGET]
 def test_a_few_steps_lower_the_loss_of_a_module_and_move_all_of_it(target):
     config, params = MtpConfig.of_target(target), tiny_models.random_weights(target)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 12)), jnp.int32)
-    view = target_view(params, tokens, config=target, taps=config.taps)
+    view = target_view(params, tokens, model=transformer.model(target), taps=config.taps)
     batch = Batch(tokens, jnp.ones(tokens.shape, bool), jax.random.key(0), view)
     model = transformer.model(target, config.taps)
     loss = functools.partial(mtp_loss, config=config, model=model, num_steps=2)

@@ -10,7 +10,7 @@ import pytest
 from oracles import parallel_heads
 from scipy.special import softmax
 from support.parallel_heads import HEADS, IDS, head_of, tensors_of
-from support.tiny_heads import CONFIG, TARGET
+from support.tiny_heads import TARGET
 
 from spec_jax.drafters.eagle.objective import PEAGLE
 from spec_jax.train.objective import Batch, target_view
@@ -27,7 +27,7 @@ def test_a_loss_is_the_weighted_mean_over_drafts_of_whole_passes(name):
     config = dataclasses.replace(HEADS[name], max_draft=K)
     mask = np.zeros(TEXT.shape, bool)
     mask[0, 3:8] = mask[0, 11:] = True
-    view = target_view(TARGET.params, TEXT, config=CONFIG, taps=config.taps)
+    view = target_view(TARGET.params, TEXT, model=TARGET.model, taps=config.taps)
     batch = Batch(TEXT, jnp.asarray(mask), jax.random.key(0), view)
     params, decay, floor = head_of(config).params, 0.6, 0.3
     options = dict(config=config, model=TARGET.model, has_every_anchor=True)

@@ -37,7 +37,7 @@ def test_compile_time_of_a_step_is_measured_by_window(windows, tokens, name):
     params, constants = objective.split(jax.tree.map(jnp.array, head.params))
     rng, shape = np.random.default_rng(0), (windows, tokens + 2)
     ids, mask = jnp.asarray(rng.integers(0, 2048, shape), jnp.int32), rng.random(shape) < 0.8
-    view = functools.partial(target_view, config=target.config, taps=head.config.taps)
+    view = functools.partial(target_view, model=target.model, taps=head.config.taps)
     batch = Batch(ids, jnp.asarray(mask), jax.random.key(0), jax.jit(view)(target.params, ids))
     options = {"num_steps": 7, "num_anchors": 320 // windows}
     loss = objective.bind(head.config, target.model, objective.known(options), constants)

@@ -6,6 +6,7 @@ import pytest
 from support.tiny_models import LLAMA, random_tokens, random_weights
 
 from spec_jax.errors import ConfigError
+from spec_jax.models import transformer
 from spec_jax.train.objective import target_view
 from spec_jax.train.placement import Placement
 from spec_jax.train.view_cache import ViewCache
@@ -21,7 +22,7 @@ class Counted:
 
     def __call__(self, tokens, begins=None):
         self.count += 1
-        return target_view(self.params, tokens, begins, config=LLAMA, taps=TAPS)
+        return target_view(self.params, tokens, begins, model=transformer.model(LLAMA), taps=TAPS)
 
 
 def cache(folder, params, max_bytes=1 << 20, taps=TAPS, mesh=None):

@@ -152,7 +152,7 @@ def inject(
 
 
 def block_states(
-    params: dict, pending: jax.Array, cache: KVCache, width: int, config: BlockConfig
+    params: dict, pending: jax.Array, cache: KVCache, width: int, config: BlockConfig, target: Model
 ) -> tuple[jax.Array, KVCache]:
     """Runs the block of each row.
 
@@ -162,6 +162,7 @@ def block_states(
       cache: with the states of the tokens before it.
       width: T, the tokens of the block.
       config: the head's.
+      target: the model that it drafts for.
 
     Returns:
       dtype[B,T,D], the states before the final norm, and the cache with the block written after
@@ -171,7 +172,7 @@ def block_states(
     masks = ((0, 0), (0, width - 1))
     tokens = jnp.pad(pending[:, None], masks, constant_values=config.mask_token_id)
     windows = _windows(config, cache, *tokens.shape)
-    x = embed_tokens(params["target"]["embed"], tokens).astype(head["norm"].dtype)
+    x = embed_tokens(target.embedding(params["target"]), tokens).astype(head["norm"].dtype)
     for i, key in enumerate(zip(config.windows, config.is_causal)):
         weights = head["layers"][str(i)]
         x, cache = block_layer(weights, x, cache, i, windows[key], config, width)
@@ -246,7 +247,8 @@ def block_drafter(config: BlockConfig, target: Model, tree: AnyTree | None = Non
         if num_draft == 0:
             return Drafted.none(context, 0, target.vocab_size).proposal(), state
         with jax.named_scope("draft_pass"):
-            x, cache = block_states(params, pending, state, config.block_width(levels), config)
+            width = config.block_width(levels)
+            x, cache = block_states(params, pending, state, width, config, target)
             x = x[:, first : first + levels]
         with jax.named_scope("unembed"):
             base = target.unembed(params["target"], normed(params["head"], x, config))

@@ -65,6 +65,7 @@ def states_at(
     anchors: jax.Array,
     context: tuple[tuple[jax.Array, jax.Array], ...],
     config: BlockConfig,
+    model: Model,
     begins: jax.Array | None = None,
     *,
     is_remat: bool = False,
@@ -77,6 +78,7 @@ def states_at(
       anchors: i32[B,A].
       context: of ``context_keys``.
       config: the head's shape.
+      model: the target's functions.
       begins: of ``context_keys``.
       is_remat: whether the backward pass computes each layer again instead of storing it.
 
@@ -91,7 +93,8 @@ def states_at(
     begin = slots(tokens, anchors, 0, 1)
     masks = ((0, 0), (0, 0), (0, S - 1))
     block = jnp.pad(begin, masks, constant_values=config.mask_token_id).reshape(B, A * S)
-    x = embed_tokens(params["target"]["embed"], block).astype(params["head"]["norm"].dtype)
+    x = embed_tokens(model.embedding(params["target"]), block)
+    x = x.astype(params["head"]["norm"].dtype)
     for i in range(layer.num_hidden_layers):
 
         def run(weights, x, i=i):
@@ -210,7 +213,7 @@ def block_loss(
         head, context = params
         anchors, is_kept = rest
         params = {"head": head, "target": target}
-        given = batch.tokens, anchors, context, config, batch.begins
+        given = batch.tokens, anchors, context, config, model, batch.begins
         x = states_at(params, *given, is_remat=is_remat)
         before, labels = (slots(batch.tokens, anchors, first, K) for first in (0, 1))
         base, q = scores_at(params, x, before, config, model)
@@ -269,7 +272,7 @@ def text_drafts(
     context = context_keys(params["head"], features, config)
 
     def at(anchors):
-        x = states_at(params, tokens, anchors, context, config)[:, :, :num_draft]
+        x = states_at(params, tokens, anchors, context, config, model)[:, :, :num_draft]
         before = slots(tokens, anchors, 0, num_draft)
         return jnp.argmax(scores_at(params, x, before, config, model)[1], axis=-1)
 

@@ -185,7 +185,7 @@ def _swiglu(params, base, x, token, config, target):
     """Scores the state again, with a gated map of [embedding of the token before; state] added."""
     head = params["head"]
     step = params["head"]["step"]
-    e = _embedded(params["target"]["embed"], token).astype(x.dtype)
+    e = _embedded(target.embedding(params["target"]), token).astype(x.dtype)
     h = _beside(rms_norm(e, step["norm"], _EPS), normed(head, x, config))
     up, gate = jnp.split(linear(h, step, "ug"), 2, axis=-1)
     x = x + linear(jax.nn.silu(gate) * up, step, "down")

@@ -381,6 +381,12 @@ def unembed(params: dict, x: jax.Array, config: EagleConfig, target: Model) -> j
     return shard_map_over(spread, (P("batch"), P()), P("batch"))(logits, ids)
 
 
+def embedding(params: dict, config: EagleConfig, target: Model) -> jax.Array:
+    """Returns the embedding dtype[V,D] that a head reads, its own or the target's."""
+    is_own = config.own_embed
+    return params["head"]["embed"] if is_own else target.embedding(params["target"])
+
+
 def eagle_head(config: EagleConfig, target: Model) -> Head:
     """Returns the functions of a head, for the target's ``Model`` with the head's taps."""
 
@@ -388,7 +394,7 @@ def eagle_head(config: EagleConfig, target: Model) -> Head:
         return families.init_cache(config.layer, batch, slots, params["head"]["fc"].dtype)
 
     def feed(params, state, tokens, cache, window_offset, window_mask):
-        embed = params["head" if config.own_embed else "target"]["embed"]
+        embed = embedding(params, config, target)
         window = {"window_offset": window_offset, "window_mask": window_mask}
         return forward(params["head"], embed, state, tokens, cache, config=config, **window)
 

@@ -184,6 +184,7 @@ def true_pairs(
     features: jax.Array,
     tokens: jax.Array,
     config: eagle.PEagleConfig,
+    model: Model,
     begins: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
     """Returns the states dtype[B,T,D] of the T pairs of a window, and their keys and values.
@@ -193,11 +194,12 @@ def true_pairs(
       features: dtype[B,T+2,E], the target's tapped states.
       tokens: i32[B,T+2].
       config: the head's shape.
+      model: the target's functions.
       begins: i32[B,T+2], see ``Batch``.
     """
     head = params["head"]
     T = tokens.shape[1] - 2
-    embed = params["head" if config.own_embed else "target"]["embed"]
+    embed = eagle.embedding(params, config, model)
     state = eagle.join_features(head, features[:, :T], config)
     begins = None if begins is None else begins[:, :T]
     cache = KeptKeys(jnp.zeros((len(tokens),), jnp.int32), begins=begins)
@@ -212,6 +214,7 @@ def states_at(
     anchors: jax.Array,
     num_draft: int,
     config: eagle.PEagleConfig,
+    model: Model,
     begins: jax.Array | None = None,
     *,
     is_remat: bool = False,
@@ -226,6 +229,7 @@ def states_at(
         scores its first draft, and masked pairs after that pair the others.
       num_draft: K.
       config: the head's shape.
+      model: the target's functions.
       begins: of ``true_pairs``.
       is_remat: whether the backward pass computes the masked pairs again instead of storing them.
     """
@@ -243,7 +247,7 @@ def states_at(
         at = blocks.positions
         return eagle.forward(head, embed, *pairs, blocks, config=config, positions=at)[0]
 
-    embed = params["head" if config.own_embed else "target"]["embed"]
+    embed = eagle.embedding(params, config, model)
     masked = (jax.checkpoint(run) if is_remat else run)(params["head"], embed, blocks)
     return jnp.concatenate([first, masked.reshape(B, A, S, -1)], axis=2)
 
@@ -301,7 +305,8 @@ def peagle_loss(
     params = {"head": head, "target": target}
     hidden = batch.view.hidden
     compare = _compare(head, target, config, model, divergence)
-    x, context = true_pairs(params, batch.view.features, batch.tokens, config, batch.begins)
+    given = batch.view.features, batch.tokens, config, model, batch.begins
+    x, context = true_pairs(params, *given)
     after = hidden[:, 1:-1]
     loss, first = _compare_chains(compare, head, x[None], batch, after, shares[:1], counts)
     is_counted = counted(mask, anchors, is_kept, K)
@@ -313,7 +318,7 @@ def peagle_loss(
         head, x, context = params
         anchors, is_counted = rest
         both = {"head": head, "target": target}
-        given = x, context, anchors, K, config, batch.begins
+        given = x, context, anchors, K, config, model, batch.begins
         states = states_at(both, *given, is_remat=is_remat)
         losses, drafts = compare(_scored(head), states, slots(hidden, anchors, 0, K))
         is_right = is_counted & (drafts == slots(batch.tokens, anchors, 1, K))
@@ -343,10 +348,10 @@ def parallel_drafts(
     model: Model,
 ) -> jax.Array:
     """Returns the likeliest drafts at every place of a text, see ``Objective.drafts``."""
-    x, context = true_pairs(params, features, tokens, config)
+    x, context = true_pairs(params, features, tokens, config, model)
 
     def at(anchors):
-        states = states_at(params, x, context, anchors, num_draft, config)
+        states = states_at(params, x, context, anchors, num_draft, config, model)
         return jnp.argmax(eagle.unembed(params, states, config, model), axis=-1)
 
     return map_places(at, tokens, num_draft, config.layer)

@@ -169,6 +169,7 @@ def forward(
     cache: Cache | None,
     *,
     config: MtpConfig,
+    target: Model,
     index: int = 0,
     window_offset: int | jax.Array = 0,
     window_mask: jax.Array | None = None,
@@ -182,6 +183,7 @@ def forward(
       tokens: i32[B,T], the token that each state is joined with.
       cache: with a layer a module; None: row t of every module is the pair t, all of them.
       config: the modules' shape.
+      target: the model that they draft for.
       index: which module, from 0; it sees no slot before this one, see ``common/sequential.py``.
       window_offset: slots of the window that earlier calls since the last commit filled.
       window_mask: bool[B|1,T,W], what of the window each slot sees, see ``Window.after``.
@@ -192,7 +194,8 @@ def forward(
     """
     module = _module(params, index, config)
     layer = config.layer
-    embed = module["embed"] if config.has_own_embed else params["target"]["embed"]
+    is_own = config.has_own_embed
+    embed = module["embed"] if is_own else target.embedding(params["target"])
     e = rms_norm(embed_tokens(embed, tokens), module["embed_norm"], layer.rms_norm_eps)
     h = rms_norm(state, module["hidden_norm"], layer.rms_norm_eps)
     both = [e, h] if config.order == "embedding-first" else [h, e]
@@ -242,7 +245,8 @@ def mtp_head(config: MtpConfig, target: Model, index: int = 0) -> Head:
 
     def feed(params, state, tokens, cache, window_offset, window_mask):
         window = {"window_offset": window_offset, "window_mask": window_mask}
-        return forward(params, state, tokens, cache, config=config, index=index, **window)
+        of = {"config": config, "target": target, "index": index}
+        return forward(params, state, tokens, cache, **of, **window)
 
     return Head(
         name=config.name,

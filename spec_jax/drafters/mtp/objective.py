@@ -72,7 +72,8 @@ def mtp_loss(
         each = []
         for i, module in enumerate(modules):
             given = params, state, shifted(batch.tokens, 1 + i, T), None
-            x, _ = mtp.forward(*given, config=config, index=i, begins=begins)
+            of = {"config": config, "target": model, "index": i}
+            x, _ = mtp.forward(*given, **of, begins=begins)
             each.append(x)
             state = module.recycle(params, x)
         states = jnp.stack(each)

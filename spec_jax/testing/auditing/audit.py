@@ -38,7 +38,8 @@ class RowAudit:
 
     Attributes:
       row: the number of the prompt.
-      verdict: "identical", "rounding" or "bug".
+      verdict: "identical", "rounding", "bug" or, where the effect of rounding cannot be measured,
+        "unknown".
       evidence: sentences.
       at: the position of the first difference; None where there is none.
       tokens: the two tokens there, of plain decoding and of the other; None where an output ended.
@@ -100,7 +101,7 @@ class Audit:
     @property
     def is_explained(self) -> bool:
         """Whether no examined row shows a bug, so that every row that differs is explained."""
-        return not self.of("bug")
+        return not self.of("bug") and not self.of("unknown")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns counts and rows, for JSON."""
@@ -114,7 +115,11 @@ class Audit:
         count = len(self.rows)
         parts = []
         if count:
-            kinds = (f"{len(self.of(verdict))} {text}" for verdict, text in _DESCRIPTIONS.items())
+            kinds = (
+                f"{len(self.of(verdict))} {text}"
+                for verdict, text in _DESCRIPTIONS.items()
+                if verdict != "unknown" or self.of(verdict)
+            )
             parts.append(f"{count} examined ({', '.join(kinds)})")
         if self.num_not_examined:
             parts.append(f"{self.num_not_examined} not examined, with identical outputs")
@@ -122,7 +127,12 @@ class Audit:
         return "\n".join([*lines, *(f"  {row}" for row in self.rows if row.verdict != "identical")])
 
 
-_DESCRIPTIONS = {"identical": "identical", "rounding": "explained by rounding", "bug": "with a bug"}
+_DESCRIPTIONS = {
+    "identical": "identical",
+    "rounding": "explained by rounding",
+    "bug": "with a bug",
+    "unknown": "of unknown cause",
+}
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
@@ -160,6 +170,7 @@ def judge(
     rounding: np.ndarray,
     trails: Sequence[Trail],
     taken: Sequence[str] = (),
+    unmeasured: str | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the verdict on one row and its evidence, from recorded numbers alone.
 
@@ -170,6 +181,8 @@ def judge(
       rounding: f64[N], the largest error of a logit at each position.
       trails: of the decodings that were run again.
       taken: says which token each output takes at the difference; none where there is none.
+      unmeasured: why the effect of rounding is not known; then only a token that is not the best
+        of its own logits is a bug.
     """
     wrong = []
     right = []
@@ -184,6 +197,10 @@ def judge(
                 f"{trail.name} emits a token at {i} that is not the best of its own logits "
                 f"there, but {trail.own_gap[i]:.2g} below"
             )
+        if trail.parts_at is not None:
+            right.append(f"{trail.name}, run again, diverges from its output at {trail.parts_at}")
+        if unmeasured is not None:
+            continue
         far = np.flatnonzero(~(trail.ratio <= LOCAL_FACTOR))
         if len(far):
             i = int(far[0])
@@ -201,8 +218,10 @@ def judge(
                 f"{trail.name}'s own logits are {trail.pooled:.2f} times as far from float32 as by "
                 f"rounding alone, at one token {trail.ratio.max():.2f}"
             )
-        if trail.parts_at is not None:
-            right.append(f"{trail.name}, run again, diverges from its output at {trail.parts_at}")
+    if unmeasured is not None:
+        evidence = (*wrong, f"rounding cannot be measured: {unmeasured}", *right)
+        usual = "identical" if at is None else "unknown"
+        return "bug" if wrong else usual, evidence
     is_far = ~(gaps <= 2 * rounding)
     shared = np.flatnonzero(is_far[:at])
     if len(shared):
@@ -405,7 +424,7 @@ def _examine(
         _trail(name, rows[:N], again, honest, of_row)
         for name, rows, again in zip(_NAMES, pair, replays)
     ]
-    verdict, evidence = judge(at, gaps, rounding, trails, taken)
+    verdict, evidence = judge(at, gaps, rounding, trails, taken, honest.unmeasured)
     if not replays:
         evidence = (*evidence, "the logits that the tokens were chosen from were not examined")
     there = {}

@@ -21,6 +21,7 @@ from spec_jax.engine.request import make_request
 from spec_jax.loading import LoadedModel
 from spec_jax.meshes import mesh_of, use_mesh
 from spec_jax.models import transformer
+from spec_jax.models.params import cast, is_float
 from spec_jax.sampling import Samplers, make_samplers
 from spec_jax.sharding import constrain_state, replicate
 
@@ -140,18 +141,22 @@ class Honest(NamedTuple):
       exact: f64[N,V], computed in float32; in float64 where the weights are in float32.
       rounded: f64[N,V], computed in the dtype of the weights.
       eps: of that dtype.
+      unmeasured: why ``exact`` is no wider than ``rounded``, so that the effect of rounding is not
+        known; None: it is wider.
     """
 
     exact: np.ndarray
     rounded: np.ndarray
     eps: float
+    unmeasured: str | None = None
 
 
 class Passes:
     """Single passes of a target over whole texts, in its own dtype and in a wider one.
 
     A model with a config is run by ``models.transformer``, whatever functions a decoder calls; one
-    of your own by its functions, with a cache that nothing else has written.
+    of your own by its functions, with a cache that nothing else has written, widened as the weights
+    are. Its wider pass counts if the states that it returns are wider.
 
     Args:
       target: the model.
@@ -160,17 +165,12 @@ class Passes:
     def __init__(self, target: LoadedModel):
         self.target = target
         leaves = jax.tree.leaves(target.params)
-        self._dtype = jnp.result_type(*(x.dtype for x in leaves if _is_float(x)))
-        self._is_float64 = self._dtype == jnp.float32 and target.config is not None
+        self._dtype = jnp.result_type(*(x.dtype for x in leaves if is_float(x)))
+        self._wide_dtype = jnp.dtype("float64" if self._dtype == jnp.float32 else "float32")
 
     @functools.cached_property
     def _wide(self):
-        dtype = jnp.float64 if self._is_float64 else jnp.float32
-
-        def cast(x):
-            return x.astype(dtype) if _is_float(x) else x
-
-        return jax.tree.map(cast, self.target.params)
+        return cast(self.target.params, self._wide_dtype)
 
     def logits(self, ids: Sequence[int], begin: int) -> Honest:
         """Computes the logits after ``ids[:begin]``, ``ids[:begin + 1]`` and so on, to all of them.
@@ -191,27 +191,40 @@ class Passes:
         options = {"config": target.config}
         options["model"] = target.model if target.config is None else None
 
-        def run(params):
-            logits = _one_pass(params, tokens, at.astype(np.int32), **options)
-            return np.asarray(logits, np.float64)[:N, : target.model.last_id + 1]
+        def run(params, dtype=None):
+            found = _one_pass(params, tokens, at.astype(np.int32), dtype=dtype, **options)
+            logits, state = jax.device_get(found)
+            return np.asarray(logits, np.float64)[:N, : target.model.last_id + 1], state.dtype
 
+        eps = float(jnp.finfo(self._dtype).eps)
         with use_mesh(mesh_of(target.params)):
-            rounded = run(target.params)
-            with jax.enable_x64(self._is_float64):
-                exact = run(self._wide)
-        return Honest(exact, rounded, float(jnp.finfo(self._dtype).eps))
+            rounded, _ = run(target.params)
+            name = self._wide_dtype.name
+            try:
+                with jax.enable_x64(self._wide_dtype == jnp.float64):
+                    exact, dtype = run(self._wide, None if target.config else self._wide_dtype)
+            except Exception as error:
+                if target.config is not None:
+                    raise
+                why = f"{target.name} does not run in {name}: {type(error).__name__}"
+                return Honest(rounded, rounded, eps, why)
+        if target.config is None and dtype != self._wide_dtype:
+            why = f"{target.name} computes in {dtype} although its weights are in {name}"
+            return Honest(rounded, rounded, eps, why)
+        return Honest(exact, rounded, eps)
 
 
-def _is_float(x) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+@functools.partial(bounded_jit, static_argnames=("config", "model", "dtype"), has_x64=True)
+def _one_pass(params, tokens, at, *, config, model, dtype):
+    """Returns f32[N,V] after the tokens ``at``, and one state, of the dtype that was computed in.
 
-
-@functools.partial(bounded_jit, static_argnames=("config", "model"), has_x64=True)
-def _one_pass(params, tokens, at, *, config, model):
-    """Returns f32[N,V] after the tokens ``at``; products of float64 weights are in float64."""
+    Products of float64 weights are in float64.
+    """
     if model is None:
         hidden = transformer.forward(params, tokens, config=config).hidden
-        return replicate(transformer.unembed(params, hidden[:, at])[0])
-    cache = model.init_cache(params, *tokens.shape)
-    hidden = model.forward(params, tokens, cache).hidden
-    return replicate(model.unembed(params, hidden[:, at])[0])
+        logits = transformer.unembed(params, hidden[:, at])
+    else:
+        cache = cast(model.init_cache(params, *tokens.shape), dtype)
+        hidden = model.forward(params, tokens, cache).hidden
+        logits = model.unembed(params, hidden[:, at])
+    return replicate((logits[0], hidden[0, 0]))

@@ -16,7 +16,9 @@ from spec_jax.decoding.calls import call_forward, call_unembed
 from spec_jax.engine.request import check_transfers
 from spec_jax.errors import ConfigError
 from spec_jax.loading import LoadedModel
+from spec_jax.models.params import is_float
 from spec_jax.progress import Progress
+from spec_jax.sharding import take_rows
 from spec_jax.testing.certificate.records import CertificateError, Check, TargetCertificate
 
 TOKENS = 8  # N, of each row
@@ -69,10 +71,6 @@ def certify_target(
         return _Run(target, logits, seed, tolerance).certify()
 
 
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-
-
 class _Run:
     """The checks of one certificate, in the order in which a failure explains most."""
 
@@ -108,12 +106,17 @@ class _Run:
             ("several passes in one window, as a draft makes them", self._window),
             ("paths of a tree", self._tree),
             ("a row that is replaced", self._insert),
+            ("a cache that is full", self._full),
+            ("committed tokens that are forgotten", self._rewind),
+            ("rows in another order", self._take_rows),
+            ("a snapshot", self._snapshot),
         ]
 
     def certificate(self, failure: str | None) -> TargetCertificate:
         open_ends = (
-            f"texts of more than {TOKENS} tokens, the cache's end, other batches, several devices",
-            "rewind, take_rows, snapshots, positions of blocks",
+            f"texts of more than {TOKENS} tokens, tokens past max_length, other batches, several "
+            "devices",
+            "positions of blocks",
             *(["the logits themselves: no function was given"] if self.logits is None else []),
         )
         model = self.model
@@ -141,12 +144,13 @@ class _Run:
 
     # What the checks share.
 
-    def fresh(self):
-        return self._init(self.target.params)
+    def fresh(self, slots=None):
+        return self._init(self.target.params, slots=slots or self.slots)
 
     @functools.cached_property
     def _init(self):
-        return jax.jit(functools.partial(self.model.init_cache, batch=ROWS, slots=self.slots))
+        init = functools.partial(self.model.init_cache, batch=ROWS)
+        return jax.jit(init, static_argnames="slots")
 
     @functools.cached_property
     def _pass(self):
@@ -193,6 +197,14 @@ class _Run:
                 f"commit({int(n[0])}) moved cache.length from {before[0]} to {int(after.length[0])}"
             )
         return np.asarray(logits), after
+
+    def half(self):
+        """The cache after the first four tokens."""
+        return self.feed(self.fresh(), self.tokens[:, :4])[1]
+
+    def rest(self, cache):
+        """Feeds the other four."""
+        return self.feed(cache, self.tokens[:, 4:])
 
     def whole(self, tokens):
         """f32[B,N,V], the logits of one pass over all tokens."""
@@ -252,7 +264,7 @@ class _Run:
         model = self.model
         call = functools.partial(call_forward, model)
         output = jax.eval_shape(call, self.target.params, self.tokens, self.fresh())
-        floats = [x for x in jax.tree.leaves(self.target.params) if _is_float(x)]
+        floats = [x for x in jax.tree.leaves(self.target.params) if is_float(x)]
         narrow = min(x.dtype.itemsize for x in (*floats, output.hidden))
         self.limit = self.tolerance or _TOLERANCE[4 if narrow >= 4 else 2]
         self.own = found = self.checked(self.whole(self.tokens), "logits")
@@ -439,7 +451,7 @@ class _Run:
             if not self.model.takes("window_offset"):
                 self.not_proved.append("forward takes no window_offset, so it cannot draft")
             return None
-        cache = self.feed(self.fresh(), self.tokens[:, :4])[1]
+        cache = self.half()
         none = np.zeros(ROWS)
         first, cache = self.feed(
             cache, self.tokens[:, 4:6], none, offset=np.int32(0), width=4, is_closed=False
@@ -498,7 +510,7 @@ class _Run:
 
     def _insert(self):
         half = TOKENS // 2
-        cache = self.feed(self.fresh(), self.tokens[:, :half])[1]
+        cache = self.half()
 
         @jax.jit
         def replaced(params, cache, tokens):
@@ -518,4 +530,46 @@ class _Run:
             logits,
             expected,
             lambda row, index: f" after insert_row replaced row 2: row {row} is not what was put",
+        )
+
+    def _full(self):
+        found, _ = self.rest(self.feed(self.fresh(TOKENS), self.tokens[:, :4])[1])
+        return self.compare(
+            found, self.expected[:, 4:], f": in a cache of {TOKENS} slots the last ones are lost"
+        )
+
+    def _rewind(self):
+        cache = self.feed(self.half(), self.garbage[:, :4])[1]
+        if not hasattr(cache, "rewind"):
+            self.not_proved.append("drafting on other devices: the cache has no `rewind`")
+            return None
+        n = np.arange(ROWS, dtype=np.int32) % 5
+        cache = jax.jit(type(cache).rewind)(cache, n)
+        if (np.asarray(cache.length) != 8 - n).any():
+            raise CertificateError(f"rewind(n) left lengths {np.asarray(cache.length)}, not 8 - n")
+        cache = jax.jit(type(cache).rewind)(cache, 4 - n)
+        found, _ = self.rest(cache)
+        return self.compare(
+            found, self.expected[:, 4:], " after rewind: it depends on tokens that were forgotten"
+        )
+
+    def _take_rows(self):
+        order = np.roll(np.arange(ROWS, dtype=np.int32)[::-1], 1)
+        cache = jax.jit(take_rows)(self.half(), order)
+        logits, _ = self.feed(cache, self.tokens[order, 4:])
+        return self.compare(
+            logits,
+            self.expected[order, 4:],
+            " after take_rows: arrays that do not begin with the batch need a method `take_rows`",
+        )
+
+    def _snapshot(self):
+        cache = self.half()
+        if not hasattr(cache, "snapshot"):
+            return None
+        taken = cache.snapshot()
+        cache = self.feed(cache, self.garbage[:, :4])[1]
+        found, _ = self.rest(cache.restore_from_snapshot(taken))
+        return self.compare(
+            found, self.expected[:, 4:], " after restore_from_snapshot: it is another state"
         )

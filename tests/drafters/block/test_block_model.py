@@ -54,7 +54,8 @@ def test_a_new_head_of_dflash_2_drafts_as_its_layers_do_alone():
         params = {"head": head, "target": TARGET.params}
         cache = KVCache.create(config.layer, 1, 20, jnp.float32)
         cache = inject(head, cache, features[:, :6], n, config)
-        return block_states(params, TEXT[6:7], cache, config.block_size, config)[0]
+        of = config.block_size, config, TARGET.model
+        return block_states(params, TEXT[6:7], cache, *of)[0]
 
     expected = jax.jit(states, static_argnums=1)({**new, "layers": layers}, plain)
     found = jax.jit(states, static_argnums=1)(new, config)
