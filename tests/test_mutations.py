@@ -165,7 +165,7 @@ MUTATIONS = mutants.read("""
         kv._put_by_row: start[b] -> start[0]
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
     blocks end where the shortest row does
-        attention._over_blocks: start.max() -> start.min()
+        attention._over_blocks: sees.end.max() -> sees.end.min()
         test_blocks_up_to_the_longest_row_are_the_whole_of_what_is_seen[chain]
     slots of a block that overlaps are seen twice
         attention._over_blocks: sees(...) & (x_ >= i * block) -> sees(...)
@@ -291,7 +291,7 @@ MUTATIONS = mutants.read("""
         peagle.propose: f_(cache=cache) -> f_(cache=cache.commit(0 * context.length + 1))
         test_two_rounds_draft_what_a_pass_of_true_and_masked_pairs_defines[p-eagle]
     documents of a window see each other
-        attention._block_scores: begins[row][..., None] -> 0 * begins[row][..., None]
+        attention._block_scores: low[row][..., None] -> 0 * low[row][..., None]
         test_a_packed_window_is_trained_on_as_its_documents_are_alone[eagle3-None]
     positions go on from one document to the next
         Window.after: positions - begins -> positions
@@ -318,7 +318,7 @@ MUTATIONS = mutants.read("""
         model._convolutions: x_[:, :, :width] -> blocks
         test_two_rounds_draft_what_independent_arithmetic_drafts[dflash2]
     block: a layer sees more than its window
-        model._windows: x_ & is_near -> x_
+        model._windows: at - size + 1 -> at - size
         test_two_rounds_draft_what_independent_arithmetic_drafts[dflash]
     * a confidence looks at the draft that it decides on
         Drafted.add: confidence >= x_ -> confidence * token >= x_

@@ -31,6 +31,11 @@ SCORE_BYTES = 2**25  # of scores, likewise
 MIN_BLOCK = 512
 MIN_BLOCKED = 8192  # a cache of fewer slots is read whole
 
+# On a CPU a block is copied before it is read, which pays for many tokens: their scores then fit
+# into its caches.
+CPU_TOKENS = 32
+CPU_BLOCK = 256
+
 MIN_SPLASH = 1024  # tokens; shorter sequences are not attended over by a TPU's kernel
 SPLASH_BLOCK = 512
 
@@ -122,8 +127,9 @@ def attend_prefix(
 def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, sees: Sees, scale: Any) -> jax.Array:
     """Attends over one layer of a cache that holds the pass's keys and values already.
 
-    ``cache.attention`` says how, see ``config.ATTENTIONS``: by ``attend_filled``, or by
-    ``attend_prefix``, which is also taken if a mesh splits query heads and not key-value heads.
+    ``cache.attention`` says how, see ``config.ATTENTIONS``: by ``attend_filled``, which is also how
+    a CPU attends from many tokens, or by ``attend_prefix``, which is also taken if a mesh splits
+    query heads and not key-value heads.
 
     Args:
       q_BTNH: dtype[B,T,N,H], queries.
@@ -140,18 +146,22 @@ def attend_cache(q_BTNH: jax.Array, cache: Any, index: Any, sees: Sees, scale: A
         mask = sees(cache.positions(jnp.arange(cache.slots, dtype=jnp.int32), sees.end))
         return attend_prefix(q_BTNH, *cache.layer(index), mask, scale=scale)
 
-    if cache.attention == "auto" and cache.slots < MIN_BLOCKED:
-        return whole()
     arrays = cache.arrays if cache.is_stacked else cache.layer(index)
+
+    def in_blocks(block=None):
+        options = dict(scale=scale, block=block)
+        return attend_filled(q_BTNH, *arrays, index, sees, cache.positions, **options)
+
     if not _splits_alike(q_BTNH, arrays[0]):
         return whole()
-
-    def in_blocks():
-        return attend_filled(q_BTNH, *arrays, index, sees, cache.positions, scale=scale)
-
-    if cache.attention == "auto":
-        return jax.lax.platform_dependent(cpu=whole, default=in_blocks)
-    return in_blocks()
+    if cache.attention != "auto":
+        return in_blocks()
+    on_cpu = default = whole
+    if cache.slots >= MIN_SLOTS and q_BTNH.shape[1] >= CPU_TOKENS:
+        on_cpu = functools.partial(in_blocks, CPU_BLOCK)
+    if cache.slots >= MIN_BLOCKED:
+        default = in_blocks
+    return whole() if on_cpu is default else jax.lax.platform_dependent(cpu=on_cpu, default=default)
 
 
 def _splits_alike(q_BTNH, keys):

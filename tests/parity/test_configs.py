@@ -42,6 +42,7 @@ KINDS = {  # their class, and the keys that have no default here
 # Absent from theirs, spelled otherwise there, or of no consequence for what is computed.
 _OTHER = {"rope", "scan_layers", "attention", "eos_token_id", "bos_token_id", "head_dim"}
 _OTHER |= {"first_k_dense_replace"} | {"partial_rotary_factor", "mlp_bias", "intermediate_size"}
+_OTHER |= {"max_pass", "sliding_window"}
 
 
 def theirs_and_needed(kind):
@@ -58,6 +59,12 @@ def test_keys_that_are_left_out_are_read_as_transformers_assumes(kind):
     ours = family_of_type(kind).config.from_hf(hf)
     names = {field.name for field in dataclasses.fields(ours)} - _OTHER
     names -= {"kimi_k2": {"model_type"}, "qwen2": {"attention_bias"}}.get(kind, set())
+    if hasattr(ours, "windows"):
+        names -= {"layer_types"}
+        kinds = getattr(theirs, "layer_types", None) or [None] * theirs.num_hidden_layers
+        assert [size is not None for size in ours.windows] == [
+            k == "sliding_attention" for k in kinds
+        ]
     found = {name: getattr(ours, name) for name in names}
     if "layer_types" in found:
         found["layer_types"] = list(found["layer_types"])

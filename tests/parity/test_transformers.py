@@ -138,6 +138,9 @@ def test_of_one_file_and_shards_the_same_one_is_read(tmp_path):
 SIZES = dict(vocab_size=31, hidden_size=16)
 MISTRAL = dict(intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, head_dim=6)
 MISTRAL |= dict(num_key_value_heads=2, max_position_embeddings=256)
+QWEN2 = {name: x for name, x in MISTRAL.items() if name != "head_dim"}
+QWEN2 |= dict(use_sliding_window=True, sliding_window=30)
+MIXED = ["sliding_attention", "full_attention"]
 MAMBA2 = dict(num_hidden_layers=2, num_heads=4, head_dim=8, state_size=6, n_groups=1)
 MAMBA2 |= dict(conv_kernel=3, use_conv_bias=False, use_bias=True, residual_in_fp32=False)
 MAMBA2 |= dict(time_step_limit=(0.6, 0.9), tie_word_embeddings=True)
@@ -182,6 +185,10 @@ GLM |= dict(tie_word_embeddings=True, rope_parameters=dict(PART, partial_rotary_
 OTHER_FAMILIES = {
     "no window": ("Mistral", dict(MISTRAL, sliding_window=None)),
     "a window no shorter than a text": ("Mistral", dict(MISTRAL, sliding_window=256)),
+    "a window": ("Mistral", dict(MISTRAL, sliding_window=9)),
+    "a window of more than a block": ("Mistral", dict(MISTRAL, sliding_window=66)),
+    "a late window": ("Qwen2", dict(QWEN2, max_window_layers=1)),
+    "mixed windows": ("Qwen3", dict(QWEN2, head_dim=6, layer_types=MIXED)),
     "mamba": ("Mamba2", MAMBA2),
     "hybrid": ("Bamba", BAMBA),
     "delta": ("Qwen3_5", ODD_DELTA),
