@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.meshes import mesh
 from support.tiny_models import MISTRAL, WINDOWED, random_weights
 
+from spec_jax.config import SpeculativeConfig
+from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ShapeError
+from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
 
 SLOTS = 64
@@ -131,3 +135,17 @@ def test_a_pass_that_would_overwrite_what_it_sees_is_refused():
     one = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ShapeError, match="window of 13 tokens"):
         transformer.forward(params, one, begin(MISTRAL, 1), config=MISTRAL, window_offset=LARGEST)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+def test_decoding_on_a_mesh_emits_the_plain_tokens(scan_layers):
+    """Of prompts in chunks, over several windows; a tensor axis splits the heads of the caches."""
+    config = dataclasses.replace(MISTRAL, scan_layers=scan_layers)
+    target = LoadedModel("tiny", transformer.model(config), random_weights(config), config=config)
+    prompts = [[1, 2, 3], [*range(30)]]
+    ngram = SpeculativeConfig("ngram", rejection_sampling_strategy="greedy")
+    plain = SpeculativeDecoder(target).generate(prompts, 20)
+    split = SpeculativeDecoder(target, config=ngram, prefill_chunk=7, mesh=mesh("data:2,tensor:2"))
+    for one, other in zip(split.generate(prompts, 20), plain):
+        assert list(one.tokens) == list(other.tokens)
