@@ -64,6 +64,7 @@ _KNOWN = (
     )
 )
 _MOVED = ("bitcast", "convert", "copy", "reshape", "transpose")  # fused: nothing but other indices
+_PRODUCTS = ("dot", "convolution", "custom-call", "ragged-dot", "scaled-dot")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; which operand is written
 _COPIES = ("copy", "transpose", "all-gather", "dynamic-slice", "slice")
@@ -640,7 +641,8 @@ def rewrites(program: Program, steps: Sequence[Step], weights: Mapping[str, int]
 
     Such an instruction writes as many elements as it reads of the weight, or more: a slice of a
     stack, weights side by side, or products that another instruction sums. Experts that are chosen
-    by their number have the kind "gather".
+    by their number have the kind "gather". A product of matrices writes none, however many rows it
+    has.
 
     Args:
       program: that the steps are of.
@@ -653,7 +655,7 @@ def rewrites(program: Program, steps: Sequence[Step], weights: Mapping[str, int]
     found = []
     for step in steps:
         i = step.instruction
-        if not is_run(step):
+        if not is_run(step) or _has_product(program, i):
             continue
         results = [array for array in _results(i, _arrays(program, i)) if array.is_in_hbm]
         most = max((math.prod(array.dims) for array in results), default=0)
@@ -668,6 +670,14 @@ def rewrites(program: Program, steps: Sequence[Step], weights: Mapping[str, int]
                 written = max(results, key=lambda array: math.prod(array.dims))
                 found.append(Copy(i.name, kind, written, step.times, False))
     return found
+
+
+def _has_product(program: Program, i: Instruction) -> bool:
+    """Whether an instruction multiplies matrices, or calls a library or a kernel that may."""
+    if i.kind != "fusion":
+        return i.opcode in _PRODUCTS
+    fused = program.computations[i.called["calls"]].instructions.values()
+    return any(_has_product(program, inner) for inner in fused)
 
 
 def _made(program: Program, i: Instruction) -> Instruction:

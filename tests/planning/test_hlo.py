@@ -304,7 +304,9 @@ def test_a_gpus_fusions_products_and_slices_move_what_they_name():
 
 def test_weights_that_a_gpu_writes_again_are_found():
     program = hlo.read(GPU)
+    # "gemm" has more elements than "a.4", and writes a product.
     weights = {"a.0": 256 * 512, "a.1": 256 * 512, "a.2": 256 * 128, "a.3": 64 * 32}
+    weights["a.4"] = 4 * 256
     found = {c.name: c.kind for c in hlo.rewrites(program, program.call(), weights)}
     assert found == {"fusion-start": "dynamic-slice", "written": "multiply", "experts": "gather"}
 
