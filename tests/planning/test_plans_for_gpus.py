@@ -50,9 +50,10 @@ def compiled(name, chips, drafts, batch, slots=2048, **job):
     return job, found, ratio
 
 
-def check(job, found, ratio, most):
+def check(job, found, ratio, most, rewrites=0):
     counted, needs = found.counted, found.needs
-    assert counted.copies == [] and counted.rewrites == [] and counted.in_branches == 0
+    assert counted.copies == [] and counted.in_branches == 0
+    assert len(counted.rewrites) == rewrites
     assert needs.aliased == needs.state
     assert needs.temporaries <= 0.05 * needs.params
     assert ratio <= most
@@ -61,12 +62,15 @@ def check(job, found, ratio, most):
 EXHAUSTIVE = pytest.mark.exhaustive
 MEASURE = pytest.mark.measure
 ONE = [  # on one H100: drafts, rows, and at most how many of the counted bytes
+    # With many rows scores of attention, and partial sums of products that XLA splits, are more.
     pytest.param(EAGLE, 1, 1.10, marks=EXHAUSTIVE),
     pytest.param(PLAIN, 1, 1.05, marks=MEASURE),
     pytest.param(DFLASH, 1, 1.10, marks=MEASURE),
     pytest.param(NGRAM, 1, 1.10, marks=MEASURE),
-    pytest.param(PLAIN, 8, 1.10, marks=MEASURE),
-    pytest.param(EAGLE, 8, 1.15, marks=MEASURE),
+    pytest.param(PLAIN, 8, 1.05, marks=MEASURE),
+    pytest.param(EAGLE, 8, 1.25, marks=MEASURE),
+    pytest.param(NGRAM, 8, 1.25, marks=MEASURE),
+    pytest.param(DFLASH, 8, 1.35, marks=MEASURE),
     pytest.param(PLAIN, 64, 1.20, marks=MEASURE),
     pytest.param(EAGLE, 64, 1.40, marks=MEASURE),
 ]
@@ -74,7 +78,9 @@ ONE = [  # on one H100: drafts, rows, and at most how many of the counted bytes
 
 @pytest.mark.parametrize("drafts, batch, most", ONE)
 def test_a_round_on_one_gpu_reads_weights_and_caches_in_place(drafts, batch, most):
-    check(*compiled("llama-3.1-8b", "h100:1", drafts, batch), most)
+    # XLA writes 8 of the matrices of DFlash's keys and values side by side.
+    rewrites = 8 if drafts is DFLASH else 0
+    check(*compiled("llama-3.1-8b", "h100:1", drafts, batch), most, rewrites)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,12 @@ def test_a_round_on_eight_gpus_has_two_reductions_a_layer(name, most):
     assert set(found.counted.collectives) <= {"all-reduce", "all-gather"}
     passes = job.target.num_hidden_layers + job.num_draft  # the target's layers, the head's passes
     assert 2 * passes <= found.counted.num_collectives <= 2 * passes + 12
+
+
+@MEASURE
+@pytest.mark.parametrize("drafts, most", [(PLAIN, 1.05), (NGRAM, 1.2)])
+def test_of_experts_only_those_that_are_chosen_are_read(drafts, most):
+    check(*compiled("qwen3-30b-a3b", "h100:1", drafts, 1), most)
 
 
 @MEASURE
