@@ -514,7 +514,8 @@ class Drafter(NamedTuple):
         ``tokens`` are [accepted drafts | new pending token], the first ``n`` of which count, and
         ``features[:, i]`` belongs to the token *before* ``tokens[:, i]``; ``path`` is
         ``Verdict.path``. With adaptive K, a drafter with ``taps`` gets the tokens of several rounds
-        of K = 0 in one call, up to 32 of them and without a path.
+        of K = 0 in one call, up to 32 of them and without a path; so it does with the last token of
+        a prompt that several rows share.
       insert_row: ``(state, row, other) -> state``, where ``other`` has one row.
       shape: what it reads of the target, and how its drafts lie.
       memory: for drafters that learn from outputs; None for any other.
