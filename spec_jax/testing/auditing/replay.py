@@ -123,7 +123,7 @@ def _round(params, state, *, system):
     Returns:
       The state, the logits, i32[B] tokens of prompt and output, bool[B] rows that go on.
     """
-    proposal, state = rounds.draft(params["draft"], state, system)
+    proposal, state = rounds.draft(params, state, system)
     scores, state = rounds.verify(params["target"], state, proposal, system)
     verdict = rounds.accept(state, proposal, scores, system)
     logits = scores.logits
