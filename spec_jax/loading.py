@@ -205,11 +205,14 @@ def load_draft(
         ``max_length`` is no integer above 0.
     """
     check_loaded("target", target, LoadedModel)
-    if (made := of_target(str(name_or_path), target)) is not None:
-        return made
-    _check_has_weights(name_or_path, method)
     if max_length is not None:
         check_integer("max_length", max_length, 1)
+    if (made := of_target(str(name_or_path), target)) is not None:
+        unused = [*overrides, *(["method"] if method not in (None, made.method) else [])]
+        require(not unused, f"{name_or_path!r} has no weights; {', '.join(unused)} is for others")
+        _check_dtype(dtype or "float32")  # of weights, of which there are none
+        return dataclasses.replace(made, stated_length=max_length)
+    _check_has_weights(name_or_path, method)
     directory, mesh = find_directory(name_or_path), to_mesh(mesh)
     kind = registry.find(method) if method is not None else _detect(name_or_path, target)
     if dtype is None:

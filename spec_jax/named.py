@@ -17,7 +17,7 @@ from typing import Any
 
 from spec_jax.config import STRATEGIES, SpeculativeConfig
 from spec_jax.config.checks import check_name
-from spec_jax.contracts import Drafter, Rule
+from spec_jax.contracts import Defaults, Drafter, DraftShape, Host, Rule, Sync, UpdateCount
 from spec_jax.errors import ConfigError, did_you_mean
 from spec_jax.loading import LoadedModel, load_model
 from spec_jax.rules import make_rule
@@ -27,6 +27,14 @@ _FORMS = {
     "batched(function), is_lossless=...)",
     "target": "a LoadedModel, or a function without arguments that returns one",
     "drafter": "a Drafter, or a function of the target, make(target), that returns one",
+}
+
+_RECORDS = {
+    "shape": DraftShape,
+    "memory": UpdateCount | None,
+    "sync": Sync,
+    "host": Host | None,
+    "defaults": Defaults,
 }
 
 
@@ -58,9 +66,17 @@ def to_drafter(
       target: the model that it drafts for.
 
     Raises:
-      ConfigError: there is no such module or name, or it is something else.
+      ConfigError: there is no such module or name, it is something else, or one of its records is.
     """
-    return _make("drafter", drafter, Drafter, target)
+    made = _make("drafter", drafter, Drafter, target)
+    for name, kind in _RECORDS.items():
+        record = getattr(made, name)
+        if not isinstance(record, kind):
+            expected = kind.__name__ if isinstance(kind, type) else kind
+            raise ConfigError(
+                f"{name} of drafter {made.name!r} is {record!r:.80}; expected a {expected}"
+            )
+    return made
 
 
 def to_target(target: LoadedModel | Callable[[], LoadedModel] | str) -> LoadedModel:

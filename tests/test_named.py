@@ -71,6 +71,8 @@ DRAFTERS = [
     ("own_parts:rule", r"takes other arguments \(\); expected a Drafter, or .*make\(target\)"),
     ("own_parts:loaded", "of type LoadedModel; .*; give models and heads as draft="),
     (lambda target: 3, "lambda.* returned an object of type int; expected a Drafter"),
+    (NO_DRAFT._replace(memory=True), "memory of drafter .* is True; expected a .*UpdateCount"),
+    (NO_DRAFT._replace(shape=(1,)), r"shape of drafter .* is \(1,\); expected a DraftShape"),
 ]
 
 

@@ -47,12 +47,14 @@ class ExitConfig:
         """Returns the config of ``self:N``, or of ``self``: a quarter of the layers.
 
         Raises:
-          ConfigError: the target has no config, or N is no number of layers below the target's.
+          ConfigError: the target has no config, or no N from 1 to one less than its layers.
         """
         require(target is not None, "'self' drafts with layers of the target, which has no config")
         L = target.num_hidden_layers
         N = max(1, L // 4) if not option else int(option) if option.isdecimal() else 0
-        require(0 < N < L, f"'self:{option}' is no draft; expected 'self:N' with N of 1 to {L - 1}")
+        name = f"self:{option}" if option else "self"
+        require(L > 1, f"the draft is {name!r}; the target has one layer, and none can be left out")
+        require(0 < N < L, f"the draft is {name!r}; expected 'self:N' with N from 1 to {L - 1}")
         return cls(target, N)
 
     target_hidden_size = property(lambda self: self.target.hidden_size)
@@ -70,10 +72,15 @@ def early_exit(target: Model, num_layers: int, tree: AnyTree | None = None) -> D
       tree: the tree that it drafts; None means a chain.
 
     Raises:
-      ConfigError: the target cannot stop early, or a node has more children than it has tokens.
+      ConfigError: the target cannot stop early, it has no more than N layers, or a node has more
+        children than it has tokens.
     """
     if not target.takes("num_layers"):
         raise ConfigError("forward of the target takes no num_layers, so its layers cannot draft")
+    if target.config is not None:
+        L = target.config.num_hidden_layers
+        message = f"the first {num_layers} layers are to draft; the target has {L}: leave some out"
+        require(0 < num_layers < L, message)
     check_children(tree, target.last_id + 1, "the target's")
 
     def propose(params, state, context: Context, num_draft: int):

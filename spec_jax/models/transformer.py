@@ -97,7 +97,8 @@ def forward(
         if count == 0:
             break
         is_whole = count * len(run) == sum(i < end for layers in run for i in layers)
-        require(is_whole, f"num_layers is {end}; layers are looped over {len(run)} at a time")
+        period = f"{len(run)} layers are one step of a loop: expected a multiple of {len(run)}"
+        require(is_whole, f"num_layers is {end}, and {period}, or scan_layers=False")
         weights = tuple(params["layers"][name_of(layers)] for layers in run)
         if len(run[0]) > 1:
             x, cache, states = _scan(step, run, count, weights, x, cache, places, inner)

@@ -7,6 +7,7 @@ They are peaks, which no program reaches.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from typing import Any
 
@@ -169,13 +170,19 @@ class Topology:
         not CUDA: the extra ``plan-gpu``.
 
         Raises:
-          ConfigError: it cannot be compiled for.
+          ConfigError: it cannot be compiled for, or what compiles for it is not installed.
         """
         from jax.experimental import topologies
 
         if not self.compilers:
             raise ConfigError(
                 f"topology is {self.name!r}; only TPUs and {', '.join(GPUS)} can be compiled for"
+            )
+        if not any(map(importlib.util.find_spec, self.compilers)):
+            extra = {"tpu": "tpu", "gpu": "plan-gpu"}[self.platform]
+            raise ConfigError(
+                f"{self.compilers[0]} is not installed, which compiles for {self.name}: "
+                f"pip install 'spec_jax[{extra}]'"
             )
         if self.platform == "gpu":
             return describe(self.chip.name, self.num_chips // self.host_devices, self.host_devices)

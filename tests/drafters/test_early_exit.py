@@ -71,8 +71,25 @@ def test_a_name_says_the_layers_and_without_a_number_they_are_a_quarter():
 
 @pytest.mark.parametrize("name", ["self:0", "self:3", "self:x", "self:-1"])
 def test_there_is_no_draft_of_no_layer_or_of_all(name):
-    with pytest.raises(ConfigError, match="expected 'self:N' with N of 1 to 2"):
+    with pytest.raises(ConfigError, match="expected 'self:N' with N from 1 to 2"):
         spec_jax.load_draft(name, TARGET)
+
+
+def test_a_deeper_targets_draft_is_refused_and_so_are_options_of_weights():
+    deep = dataclasses.replace(CONFIG, num_hidden_layers=6)
+    config = SpeculativeConfig("self", 2)
+    of_another = dataclasses.replace(decoder().draft, config=ExitConfig(deep, 5))
+    with pytest.raises(ConfigError, match="the first 5 layers are to draft; the target has 3"):
+        SpeculativeDecoder(TARGET, of_another, config)
+    for options, message in (
+        ({"method": "eagle"}, "has no weights; method is for others"),
+        ({"norm_output": True}, "has no weights; norm_output is for others"),
+        ({"dtype": "int7"}, "dtype"),
+        ({"max_length": -3}, "max_length is -3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            spec_jax.load_draft("self:1", TARGET, **options)
+    assert spec_jax.load_draft("self:1", TARGET, max_length=8).max_length == 8
 
 
 def test_a_target_that_cannot_stop_early_has_no_such_drafts():
