@@ -78,7 +78,7 @@ MUTATIONS = mutants.read("""
         round_noise: keys_(rng.Purpose.REPLACE, start) -> keys_(rng.Purpose.TARGET, start)
         test_one_draft_sampler_draws_other_drafts_for_every_request
     drafts are drawn before the count is read
-        round.draft: memory.read(params, state.draft) -> jnp.uint32(0)
+        round.draft: memory.read(params["draft"], state.draft) -> jnp.uint32(0)
         test_a_second_call_with_the_same_seed_matches_target_distribution[sampled]
     each decoder counts what was learned anew
         Engine.params: x_.history.params -> {**x_.history.params, "num_updates": jnp.uint32(0)}
@@ -243,7 +243,7 @@ MUTATIONS = mutants.read("""
         snapshot._as_tuples: inner[str(i)] -> inner[sorted(inner)[i]]
         test_a_saved_snapshot_keeps_the_order_of_more_than_ten_layers
     standalone: the last prompt token is fed twice
-        standalone.prefill: lengths - 1 -> lengths
+        standalone.prefill: prompt.lengths - 1 -> prompt.lengths
         test_rounds_conform[standalone-chain-match]
     standalone: what was rejected stays
         standalone.commit: state.cache.commit(n) -> state.cache.commit(0 * n + 4)

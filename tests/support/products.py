@@ -6,9 +6,18 @@ import jax
 
 
 def products(jaxpr) -> int:
-    """Returns the multiplications of every product, each as often as its loops run it."""
+    """Returns the multiplications of every product, each as often as its loops run it.
+
+    Of what depends on the platform, the last alternative counts, which is the default.
+    """
     total = 0
+    platforms = set()
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "platform_index":
+            platforms |= set(eqn.outvars)
+        if eqn.primitive.name == "cond" and eqn.invars[0] in platforms:
+            total += products(eqn.params["branches"][-1].jaxpr)
+            continue
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             inner = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
