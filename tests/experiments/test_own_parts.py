@@ -9,6 +9,7 @@ from support.pairs import tiny_pair
 from configs import decode_default
 from experiments.comparison.setup import Setup
 from spec_jax import SpeculativeConfig
+from spec_jax.contracts import DraftShape
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import make_cells
@@ -85,6 +86,7 @@ def test_a_rule_is_used_where_it_can_serve():
     assert trees == [("ngram", None, 1), ("standalone", None, 1), ("standalone", "2x1", 1)]
     with pytest.raises(ConfigError, match="'mine' can accept no draft .* it needs temperature 0"):
         of((1.0,), is_greedy=True)
-    branched = NO_DRAFT._replace(name="own", tree=Tree.branching((2, 1)))
+    shape = DraftShape(tree=Tree.branching((2, 1)))
+    branched = NO_DRAFT._replace(name="own", shape=shape)
     found = cells_of(rule._replace(has_trees=True), {"own": branched}, (1.0,))
     assert found == [("own", "of 4 nodes", 1.0)]

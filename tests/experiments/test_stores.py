@@ -109,7 +109,7 @@ def cells(folder, hbm_bytes=1e9, batch=1, eps=1e-6, name="a", **versions):
     with (
         mock.patch.object(plan_cells, "make_cell", made),
         mock.patch.object(plan_cells.plan, "compile_and_count", return_value=compiled),
-        mock.patch.object(plan_cells, "_libtpu", return_value=versions.get("libtpu", "1")),
+        mock.patch.object(plan_cells, "_compiler", return_value=versions.get("compiler", "1")),
         mock.patch.object(plan_cells.jax, "__version__", versions.get("jax", "1")),
         mock.patch.object(plan_cells.spec_jax, "__version__", versions.get("spec_jax", "1")),
     ):
@@ -126,7 +126,7 @@ STORES = {
     | dict(eps=1e-5, taps=(0, 2), version="2"),
     continuations: dict(weights="0" * 98 + "1", tokenizer="[]", template="b", text=(1, 2, 4))
     | dict(seed=1, length=8, own_batches=2, own_batch=2, own_prompt=2, version="2"),
-    cells: dict(hbm_bytes=2e9, batch=2, eps=1e-5, name="b", spec_jax="2", jax="2", libtpu="2"),
+    cells: dict(hbm_bytes=2e9, batch=2, eps=1e-5, name="b", spec_jax="2", jax="2", compiler="2"),
 }
 
 
@@ -240,8 +240,9 @@ def test_what_no_loader_reads_may_come_and_go(named, tmp_path, monkeypatch):
     assert not inputs.of_config(words)
 
 
-# A cache, and keys whose comments speak of the file of another one.
+# A cache, keys whose comments speak of the file of another one, a choice, and what may be mended.
 NO_FILES = {"view_cache", "export_with_target", "max_prompt_tokens", "num_prompts"}
+NO_FILES |= {"prompt_source", "reward"}
 
 
 def test_keys_whose_comments_speak_of_files_are_checked():
