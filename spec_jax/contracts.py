@@ -322,7 +322,7 @@ class TargetView(NamedTuple):
     Attributes:
       model: its functions.
       params: its weights, as passes of a round take them.
-      cache: with ``length`` tokens in each row. Slots past them hold what was rejected.
+      cache: with ``length`` tokens in each row. Its other slots hold garbage, see ``KVCache``.
     """
 
     model: Model

@@ -41,6 +41,7 @@ from spec_jax.models.checks import (
     stated_flag,
     stated_object,
 )
+from spec_jax.models.config import SLIDING
 from spec_jax.models.files import check_not_quantised, read_json, write_json, write_once
 from spec_jax.models.loaded import LoadedModel, family_name
 from spec_jax.models.params import Params, flat_table, nest, table_placement
@@ -735,10 +736,14 @@ def _end(target: LoadedModel, weight: str) -> tuple[jax.Array, bool]:
 
 def layer_json(layer: Any) -> dict[str, Any]:
     """Returns what config.json says of a head's layers, with both spellings of the rotary ones."""
+    size = getattr(layer, "sliding_window", None)
+    if size is not None:  # of Llama's layers, too, which ``to_hf`` would save as Mistral's
+        layer = dataclasses.replace(layer, sliding_window=None)
     hf = layer.to_hf() | layer.rope.spellings()
     del hf["architectures"]
-    if getattr(layer, "sliding_window", None) is not None:  # of Llama's layers, too
-        hf |= {"model_type": layer.model_type, "use_sliding_window": True}
+    if size is not None:
+        kinds = [SLIDING] * layer.num_hidden_layers
+        hf |= {"use_sliding_window": True, "sliding_window": size, "layer_types": kinds}
     return hf | {"tie_word_embeddings": False}
 
 

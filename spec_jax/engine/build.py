@@ -166,7 +166,7 @@ class DecoderParts(ReprMixin):
             if prefill_chunk > most:
                 raise ConfigError(
                     f"prefill_chunk is {prefill_chunk}; the caches of layers with a sliding window "
-                    f"take passes of {most} tokens: set max_pass of the config to {prefill_chunk}"
+                    f"take passes of {most} tokens: take at most {most}"
                 )
             if prefill_chunk > target.model.max_length:
                 raise ConfigError(
@@ -178,6 +178,7 @@ class DecoderParts(ReprMixin):
             self.model = target.model
             self.drafter = NO_DRAFT
             self.given_config = self.rule = self.history = self.adaptive = None
+        check_passes(self.system(self.target_sampler), target, draft)
         self._begin_calls()
 
     def _begin_calls(self) -> None:
@@ -299,6 +300,34 @@ def _on_one_mesh(model: LoadedModel | LoadedHead | None) -> LoadedModel | Loaded
         return jax.device_put(x, without_copies(x.sharding)) if has_copies(x) else x
 
     return dataclasses.replace(model, params=jax.tree.map(move, model.params))
+
+
+def check_passes(
+    system: decoding.System, target: LoadedModel, draft: LoadedModel | LoadedHead | None
+) -> None:
+    """Checks that what a round feeds fits the caches of layers with a sliding window.
+
+    Args:
+      system: the round.
+      target: the target.
+      draft: the model or head that drafts for it, or None.
+
+    Raises:
+      ConfigError: it is more than ``max_pass`` of the config.
+    """
+    K = system.num_draft
+    fed = [(target, K + 1)]
+    if draft is not None and K > 0:
+        fed.append((draft, system.lookahead_slots))
+    for part, count in fed:
+        most = largest_pass(part.config)
+        if count > most:
+            is_long = K >= most or not system.is_adaptive
+            remedy = "lower num_speculative_tokens" if is_long else "leave is_adaptive out"
+            raise ConfigError(
+                f"rounds may feed {part.name} {count} tokens after the committed ones; its layers "
+                f"with a sliding window take {most}: {remedy}"
+            )
 
 
 def check_observers(observers: Sequence[Observer]) -> tuple[Observer, ...]:

@@ -195,6 +195,7 @@ def save_pretrained(
     """
     directory = pathlib.Path(directory)
     dtype = jnp.dtype(dtype)
+    hf = {**config.to_hf(), "dtype": dtype.name}  # refused before anything is written
     # tensors of each file, and bytes of the last one
     counts = [0]
     size = 0
@@ -215,7 +216,6 @@ def save_pretrained(
     save_tensors(directory, [itertools.islice(tensors, count) for count in counts])
 
     def write_others():
-        hf = {**config.to_hf(), "dtype": dtype.name}
         write_json(directory / "config.json", hf)
         generation = {n: hf[n] for n in ("bos_token_id", "eos_token_id") if hf[n] is not None}
         write_json(directory / "generation_config.json", generation)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from spec_jax.config.checks import check, is_count
@@ -47,6 +47,7 @@ _LEFT_OUT = {
 }
 _FLAGGED = ("mimo", "qwen2", "qwen3", "qwen3_moe")  # types that have ``use_sliding_window``
 _WINDOWED = ("mimo", "mistral", "qwen2", "qwen3")
+_NO_SLIDING = "layers of model_type {} with a sliding window are not supported"
 _IS_OFF = "use_sliding_window is not true"
 _NO_NULL = {"mistral": "num_key_value_heads", "qwen3": "head_dim"}
 ATTENTIONS = ("auto", "xla")
@@ -115,6 +116,16 @@ def largest_pass(config: Any) -> float:
     return math.inf if getattr(layer, "sliding_window", None) is None else layer.max_pass
 
 
+def check_layers(kinds: Sequence[Any], count: Any) -> None:
+    """Checks that ``layer_types`` names as many layers as ``num_hidden_layers`` says.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    message = f"layer_types names {len(kinds)} layers; expected num_hidden_layers, which is {count}"
+    require(not is_integer(count, 1) or len(kinds) == count, message)
+
+
 NO_WINDOWS = {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
 """What a config.json says of layers that see all tokens."""
 
@@ -124,9 +135,8 @@ def windows_of(hf: Mapping[str, Any], *, is_head: bool = False) -> dict[str, Any
 
     Args:
       hf: the object of config.json.
-      is_head: it describes the layers of a head. Any such layer may have a window, also of a model
-        type whose class in transformers has none; with a type that has the key
-        ``use_sliding_window``, the key decides, as it does there.
+      is_head: it describes the layers of a head, which may have windows whatever their model type.
+        Types with the key ``use_sliding_window`` have them where it is true.
 
     Raises:
       ConfigError: layers of this type have no windows, a layer is of another kind, or the size of
@@ -139,11 +149,15 @@ def windows_of(hf: Mapping[str, Any], *, is_head: bool = False) -> dict[str, Any
     L = hf.get("num_hidden_layers")
     L = L if is_integer(L, 1, 10_000) else 1  # it is refused elsewhere
     check(kinds is None or isinstance(kinds, (list, tuple)), "layer_types", kinds, "a list")
+    if kinds is not None and not is_head:  # a file of a head may list the target's layers
+        check_layers(kinds, hf.get("num_hidden_layers"))
     others = ", ".join(sorted({str(kind) for kind in kinds or ()} - {FULL, SLIDING}))
     require(not others, f"layer_types names {others:.80}, which is not supported")
     has_flag = kind in _FLAGGED or hf.get("use_sliding_window") is not None
     is_on = stated_flag(hf, "use_sliding_window")
-    if kinds is not None:
+    if is_mistral:  # it has no other key
+        slides = [size is not None] * L
+    elif kinds is not None:
         slides = [kind == SLIDING for kind in kinds]
         is_on |= is_head or kind not in _FLAGGED
         require(is_on or not any(slides), f"layer_types names {SLIDING}, and {_IS_OFF}")
@@ -152,13 +166,12 @@ def windows_of(hf: Mapping[str, Any], *, is_head: bool = False) -> dict[str, Any
         check(not is_on or is_integer(first, 0), "max_window_layers", first, "an integer from 0")
         slides = [is_on and i >= first for i in range(L)]
     else:
-        slides = [size is not None and (is_head or is_mistral)] * L
+        slides = [size is not None and is_head] * L
     longest = hf.get("max_position_embeddings")
     is_long = is_integer(size, 1) and is_integer(longest, 1) and size >= longest
     if not any(slides) or is_long:  # no token is out of sight
         return {"sliding_window": None, "layer_types": ()}
-    message = f"layers of model_type {shown(kind)} with a sliding window are not supported"
-    require(is_head or kind in _WINDOWED, message)
+    require(is_head or kind in _WINDOWED, _NO_SLIDING.format(shown(kind)))
     check(is_integer(size, 1), "sliding_window", size, "a positive integer")
     return {
         "sliding_window": size,
@@ -467,7 +480,8 @@ class ModelConfig(EqualHeads):
     CPU and on a GPU; True scans over the stacked weights of layers that repeat (see
     ``models/runs.py``), which compiles in seconds for a TPU.
     ``attention`` is ours too: how a cache is attended over, see ``ATTENTIONS``; and ``max_pass``:
-    maximum tokens of a row that a pass feeds to the cache of layers with a sliding window.
+    maximum tokens of a row that a pass feeds to the cache of layers with a sliding window. Files
+    have neither: ``LoadedModel.from_params`` makes a model of a config with another value.
     ``layer_types`` says which layers have one; it is empty if all or none have, as
     ``sliding_window`` says.
 
@@ -498,9 +512,11 @@ class ModelConfig(EqualHeads):
         L = self.num_hidden_layers
         usual = FULL if self.sliding_window is None else SLIDING
         kinds = tuple(self.layer_types or [usual] * L)
-        are_kinds = len(kinds) == L and set(kinds) <= {FULL, usual}
-        expected = f"{FULL} or, with sliding_window, {SLIDING} for {L} layers"
-        check(are_kinds, "layer_types", kinds, expected)
+        check_layers(kinds, L)
+        expected = f"{FULL} or, with sliding_window, {SLIDING}"
+        check(set(kinds) <= {FULL, usual}, "layer_types", kinds, expected)
+        can_slide = SLIDING not in kinds or self.model_type in MODEL_TYPES
+        require(can_slide, _NO_SLIDING.format(repr(self.model_type)))
         object.__setattr__(self, "layer_types", kinds if len(set(kinds)) > 1 else ())
         if SLIDING not in kinds:
             object.__setattr__(self, "sliding_window", None)
@@ -553,10 +569,17 @@ class ModelConfig(EqualHeads):
         return super().from_hf({**hf, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json that transformers loads as the same model."""
+        """Returns the config.json that transformers loads as the same model.
+
+        Raises:
+          ConfigError: no model type there has such layers with a sliding window.
+        """
         kind = self.model_type
         has_window = self.sliding_window is not None
-        is_mistral = kind == "llama" and None not in self.windows
+        is_mistral = kind == "llama" and has_window
+        is_like = None not in self.windows and not (self.attention_bias or self.mlp_bias)
+        message = "a Llama model with a sliding window is saved as mistral, in which all layers "
+        require(is_like or not is_mistral, message + "have it and none has biases; this one differs")
         left_out = ["layer_types"]
         if not has_window:
             left_out.append("sliding_window")

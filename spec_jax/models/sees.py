@@ -70,7 +70,10 @@ class Sees:
         return seen & (keys >= (low[:, :, None] if jnp.ndim(low) else low))
 
     def _is_inside(self, place):
-        """Whether places [B,1,S] in the window are seen: the bits of one number, or of a few."""
+        """Whether each token sees the places i32[B,1,S] in the window; False outside of it.
+
+        What a token sees is packed into the bits of integers, from which each place takes its own.
+        """
         inside = self.inside
         if self.size is not None:
             later = jnp.cumsum(inside[:, :, ::-1], axis=2, dtype=jnp.int32)[:, :, ::-1]

@@ -40,8 +40,9 @@ def forward(
 ) -> ForwardOutput:
     """Feeds T tokens per row, after the tokens that the cache holds.
 
-    Writes the cache from slot ``length + window_offset`` on and does not change ``length``. The
-    caller ensures ``length + window_offset + T <= S``.
+    Writes them into the cache from position ``length + window_offset`` on, and does not change
+    ``length``. The caller ensures ``length + window_offset + T <= S``; in layers with a sliding
+    window ``window_offset + T`` is at most ``max_pass`` of the config instead.
 
     Args:
       params: the weights.

@@ -17,6 +17,7 @@ from spec_jax.compilation import bounded_jit
 from spec_jax.contracts import Prompt, Proposal
 from spec_jax.decoding import DecodeState, System
 from spec_jax.decoding.calls import blame, call_prefill
+from spec_jax.models.caches.rolling import check_rewind
 from spec_jax.sampling import Sampler
 from spec_jax.sharding import constrain_state, replicate
 
@@ -71,6 +72,7 @@ def prefill_draft(
     # K slots more: a block follows what is ahead.
     prompt = Prompt(prompts, length, first, chunk=system.prefill_chunk)
     draft = call_prefill(drafter, params, prompt, slots + K)
+    check_rewind(draft, 2 * K)  # up to K - 1 that are ahead, after a block of K + 1
 
     def none():
         return Proposal(jnp.zeros((B, K), jnp.int32), jnp.zeros((B,), jnp.int32))

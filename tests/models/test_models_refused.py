@@ -11,6 +11,7 @@ from support.tiny_models import (
     GLM4_MOE,
     LLAMA,
     MAMBA2,
+    MISTRAL,
     QWEN3_MOE,
     QWEN3_NEXT,
     QWEN3_NEXT_TARGET,
@@ -44,9 +45,12 @@ CONFIGS = {
         (LATE | dict(model_type="qwen2", max_window_layers="1"), "max_window_layers is '1'"),
         (dict(model_type="qwen2", layer_types=["sliding_attention"] * 2), "sliding_window is not"),
         (dict(layer_types=["full_attention", "sliding_attention"]), "'llama' with a sliding"),
-        (dict(layer_types=["linear_attention"], sliding_window=1 << 20), "linear_attention"),
+        (dict(layer_types=["linear_attention"] * 2, sliding_window=1 << 20), "linear_attention"),
         (dict(model_type="mistral", sliding_window=0), "sliding_window is 0; expected a positive"),
-        (dict(model_type="qwen3", **SHORT), "layer_types is .*sliding_attention for 2 layers"),
+        (dict(model_type="qwen3", **SHORT), "names 1 layers; expected num_hidden_layers, .* 2"),
+        (dict(model_type="qwen3", **SHORT | dict(layer_types=[])), "layer_types names 0 layers"),
+        (dict(model_type="qwen3", **SHORT | dict(sliding_window=1 << 20)), "names 1 layers"),
+        (dict(layer_types=["full_attention"] * 3), "layer_types names 3 layers"),
         (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "dynamic"),
         (dict(rope_parameters=dict(rope_type="longrope", long_factor=[1])), "long_factor"),
         (dict(rope_parameters=dict(rope_type="linear")), "needs a factor"),
@@ -122,6 +126,7 @@ def test_a_config_that_is_not_read_is_refused_by_name(tmp_path, config):
             load_model(tmp_path)
 
 
+MIXED = ("full_attention", "sliding_attention")
 STUCK = transformer.model(MAMBA2)._replace(can_rewind=False)
 CALLS = [
     (lambda: load_model("zoo/target", attention="flash"), "auto, xla"),
@@ -133,6 +138,9 @@ CALLS = [
     (lambda: EagleConfig.of_target(MAMBA2), "has none to copy"),
     (lambda: standalone(STUCK), "cannot rewind"),
     (lambda: decoding.propose(*[None] * 3, System(STUCK, NO_DRAFT, GREEDY, 2)), "and K is 2"),
+    (lambda: replace(QWEN3_MOE, sliding_window=9), "'qwen3_moe' with a sliding window are not"),
+    (lambda: replace(MISTRAL, layer_types=MIXED).to_hf(), "in which all layers have it"),
+    (lambda: replace(MISTRAL, attention_bias=True).to_hf(), "none has biases"),
     (lambda: replace(DEEPSEEK, q_lora_rank=-1), "q_lora_rank is -1"),
     (lambda: replace(DEEPSEEK, qk_rope_head_dim=3), "qk_rope_head_dim 3 is odd"),
     (lambda: replace(DEEPSEEK, topk_group=5), "of which topk_group 5 are kept"),

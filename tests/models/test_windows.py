@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.meshes import mesh
-from support.tiny_models import MISTRAL, WINDOWED, random_weights
+from support.tiny_models import LLAMA, MISTRAL, WINDOWED, loaded, random_weights
 
 from spec_jax.config import SpeculativeConfig
+from spec_jax.drafters.common.head import HeadState
+from spec_jax.drafters.eagle.model import EagleConfig, eagle
 from spec_jax.engine.decoder import SpeculativeDecoder
-from spec_jax.errors import ShapeError
+from spec_jax.errors import ConfigError, ShapeError
 from spec_jax.loading import LoadedModel
 from spec_jax.models import transformer
+from spec_jax.models.caches.rolling import check_rewind
 
 SLOTS = 64
 NUM_TOKENS = 40  # more than four windows
@@ -130,11 +133,68 @@ def test_a_cache_holds_the_window_and_the_largest_pass_and_no_more():
 def test_a_pass_that_would_overwrite_what_it_sees_is_refused():
     params = random_weights(MISTRAL)
     tokens = jnp.zeros((1, LARGEST + 1), jnp.int32)
-    with pytest.raises(ShapeError, match=f"window of 13 tokens .* prefill_chunk={LARGEST}"):
+    with pytest.raises(ShapeError, match=f"13 tokens .* prefill_chunk={LARGEST}"):
         transformer.forward(params, tokens, begin(MISTRAL, 1), config=MISTRAL)
     one = jnp.zeros((1, 1), jnp.int32)
-    with pytest.raises(ShapeError, match="window of 13 tokens"):
-        transformer.forward(params, one, begin(MISTRAL, 1), config=MISTRAL, window_offset=LARGEST)
+    for offset in (LARGEST, jnp.int32(LARGEST)):
+        with pytest.raises(ShapeError, match="13 tokens are fed"):
+            transformer.forward(params, one, begin(MISTRAL, 1), config=MISTRAL, window_offset=offset)
+    for config in (MISTRAL, WINDOWED["qwen3"]):  # of passes whose offset is traced
+        begin(config).open_window(LARGEST)
+        with pytest.raises(ShapeError, match="13 tokens are fed"):
+            begin(config).open_window(LARGEST + 1)
+
+
+def test_a_cache_forgets_committed_tokens_up_to_its_bound():
+    """After a pass of which one token is kept, at most ``LARGEST + 1`` of what was fed."""
+    params = random_weights(MISTRAL)
+    expected = np.asarray(whole(params, TEXTS, config=MISTRAL))
+    cache = begin(MISTRAL)
+    for at, kept in ((0, 12), (12, 12), (24, 1)):
+        part = jnp.asarray(TEXTS[:, at:][:, :LARGEST])
+        _, cache = feed(params, part, cache, jnp.full(2, kept), config=MISTRAL)
+
+    def error(n):
+        part = jnp.asarray(TEXTS[:, 25 - n :][:, :LARGEST])
+        logits, _ = feed(params, part, cache.rewind(jnp.full(2, n)), 0, config=MISTRAL)
+        return np.abs(logits - expected[:, 25 - n :][:, :LARGEST]).max()
+
+    unkept = LARGEST - 1
+    assert error(LARGEST + 1 - unkept) < 1e-4 < 1e-2 < error(LARGEST + 2 - unkept)
+    check_rewind({"draft": cache}, LARGEST + 1)
+    with pytest.raises(ConfigError, match="forgets up to 14 tokens"):
+        check_rewind({"draft": cache}, LARGEST + 2)
+
+
+ROUNDS = [
+    (MISTRAL, "ngram", dict(num_speculative_tokens=LARGEST), "feed target 13 tokens"),
+    (LLAMA, "standalone", dict(num_speculative_tokens=LARGEST), "feed draft 13 tokens"),
+    (LLAMA, "standalone", dict(num_speculative_tokens=3, is_adaptive=True), "leave is_adaptive"),
+]
+
+
+@pytest.mark.parametrize(("config", "method", "changes", "words"), ROUNDS)
+def test_rounds_that_feed_too_much_are_refused_when_a_decoder_is_built(
+    config, method, changes, words
+):
+    target = loaded(config, "target")
+    draft = loaded(MISTRAL, "draft") if config is LLAMA else None
+    with pytest.raises(ConfigError, match=words):
+        SpeculativeDecoder(target, draft, SpeculativeConfig(method, **changes))
+
+
+def test_mistral_has_its_window_in_every_layer_whatever_other_keys_say():
+    keys = dict(layer_types=["full_attention", "sliding_attention"], use_sliding_window=False)
+    assert type(MISTRAL).from_hf(MISTRAL.to_hf() | keys).windows == (SIZE, SIZE)
+
+
+def test_a_head_opens_a_window_for_all_that_it_drafts():
+    layer = dataclasses.replace(MISTRAL, num_hidden_layers=1)
+    config = EagleConfig.of_target(LLAMA, 3, layer=layer)
+    drafter = eagle(config, transformer.model(LLAMA, config.taps))
+    state = HeadState(begin(layer), last=None)
+    with pytest.raises(ShapeError, match="13 tokens are fed"):
+        drafter.propose(None, state, None, LARGEST + 2)
 
 
 @pytest.mark.exhaustive

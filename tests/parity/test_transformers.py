@@ -186,6 +186,10 @@ OTHER_FAMILIES = {
     "no window": ("Mistral", dict(MISTRAL, sliding_window=None)),
     "a window no shorter than a text": ("Mistral", dict(MISTRAL, sliding_window=256)),
     "a window": ("Mistral", dict(MISTRAL, sliding_window=9)),
+    "a window, and kinds that are not read": (
+        "Mistral",
+        dict(MISTRAL, sliding_window=9, layer_types=MIXED),
+    ),
     "a window of more than a block": ("Mistral", dict(MISTRAL, sliding_window=66)),
     "a late window": ("Qwen2", dict(QWEN2, max_window_layers=1)),
     "mixed windows": ("Qwen3", dict(QWEN2, head_dim=6, layer_types=MIXED)),

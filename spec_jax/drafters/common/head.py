@@ -132,6 +132,10 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
         return HeadState(cache.commit(n), last)
 
     def propose(params, state, context: Context, num_draft: int):
+        opened = state.cache
+        if num_draft > 1 and hasattr(opened, "open_window"):
+            opened = opened.open_window(num_draft - 1 if tree is None else tree.num_fed)
+
         def advance(carry, token, node):
             x, cache = carry
             g = head.recycle(params, x)[:, None]
@@ -147,10 +151,10 @@ def head_drafter(head: Head, tree: AnyTree | None = None) -> Drafter:
 
         logits = unembed(params, state.last)
         if tree is None or num_draft == 0:
-            carry = (state.last, state.cache)
+            carry = (state.last, opened)
             proposal, (_, cache) = draft_chain(logits, carry, advance, context, num_draft)
         else:
-            carry = (state.last[:, None], state.cache)
+            carry = (state.last[:, None], opened)
             proposal, (_, cache), _ = draft_tree(
                 logits, carry, advance_tree, context, num_draft, tree
             )

@@ -2,7 +2,8 @@
 
 Invariant: ``forward`` writes slots from ``length`` on and never moves ``length``; only ``commit``
 moves it. A rejected draft is forgotten by not committing what it wrote, so rolling back costs
-nothing. Slots past ``length`` hold garbage that is always masked, as do the nodes of other paths.
+nothing. What was fed after the committed tokens is garbage that is always masked, as are the nodes
+of other paths.
 Values are finite, as a masked NaN would still reach whatever attends over it: a token whose values
 are not has a key of NaN, which reaches only those that see the token.
 """
@@ -282,8 +283,8 @@ class KVCache(Snapshotted):
     ) -> KVCache:
         """Writes T new slots per row, in place if the cache is donated.
 
-        The caller ensures ``start + T <= S``: a slice past the end would be shifted back onto
-        valid entries.
+        Unless the cache is rolling, the caller ensures ``start + T <= S``: a slice past the end
+        would be shifted back onto valid entries.
 
         Args:
           layer: index of the layer, see ``layer``.
