@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from support.decoders import MIXED_SAMPLERS, plain_tokens
 from support.runs import check_run_files
+from support.tiny_models import MISTRAL, loaded
 
 from experiments import overlap as experiment
 from spec_jax import decoding, testing
-from spec_jax.config import SamplerConfig
+from spec_jax.config import SamplerConfig, SpeculativeConfig
 from spec_jax.decoding import Finish, Kind
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.engine import stats
+from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.engine.request import make_request
+from spec_jax.errors import ConfigError
 from spec_jax.overlap import overlap
 from spec_jax.rules import MATCH
 from spec_jax.sampling import make_sampler
@@ -195,3 +198,12 @@ def test_draft_and_verify_of_a_tick_run_at_the_same_time(loop, monkeypatch):
 def test_the_experiment_measures_ticks(tmp_path):
     record = experiment.run(tmp_path, draft_ms=20, verify_ms=40, k=2, tokens=6)
     assert check_run_files(tmp_path, "overlap")["tick_ms"] == record["tick_ms"]
+
+
+def test_a_draft_whose_window_cannot_forget_a_block_is_refused():
+    """Of K + 1 tokens that are dropped, after K - 1 that were ahead."""
+    target = loaded(MISTRAL)
+    config = SpeculativeConfig("standalone", MISTRAL.max_pass // 2 + 1)
+    decoder = SpeculativeDecoder(target, target, config, devices=devices())
+    with pytest.raises(ConfigError, match="forgets up to 14 tokens; .* can forget 13"):
+        decoder.generate([[*range(20)]], 60)
