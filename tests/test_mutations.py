@@ -416,6 +416,9 @@ MUTATIONS = mutants.read("""
     the largest pass overwrites a slot that it sees
         RollingCache.create: config.sliding_window + c_ -> config.sliding_window + c_ - 2
         test_a_prompt_in_chunks_has_the_logits_of_the_whole[mistral-12]
+    a window that passes fill is a token too large
+        RollingCache.open_window: width > self.max_pass -> width > self.max_pass + 1
+        test_a_pass_that_would_overwrite_what_it_sees_is_refused
     an accepted path is read past the last slot
         KVCache._gather: self.slots_of(x_) -> x_
         test_what_rejected_drafts_wrote_is_never_seen[mistral]
