@@ -322,8 +322,9 @@ def check_passes(
     for part, count in fed:
         most = largest_pass(part.config)
         if count > most:
-            is_long = K >= most or not system.is_adaptive
-            remedy = "lower num_speculative_tokens" if is_long else "leave is_adaptive out"
+            is_chain = system.drafter.shape.tree is None
+            fewer = "lower num_speculative_tokens" if is_chain else "take a smaller tree"
+            remedy = "leave is_adaptive out" if K < most and system.is_adaptive else fewer
             raise ConfigError(
                 f"rounds may feed {part.name} {count} tokens after the committed ones; its layers "
                 f"with a sliding window take {most}: {remedy}"

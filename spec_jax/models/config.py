@@ -579,7 +579,9 @@ class ModelConfig(EqualHeads):
         is_mistral = kind == "llama" and has_window
         is_like = None not in self.windows and not (self.attention_bias or self.mlp_bias)
         message = "a Llama model with a sliding window is saved as mistral, in which all layers "
-        require(is_like or not is_mistral, message + "have it and none has biases; this one differs")
+        require(
+            is_like or not is_mistral, message + "have it and none has biases; this one differs"
+        )
         left_out = ["layer_types"]
         if not has_window:
             left_out.append("sliding_window")

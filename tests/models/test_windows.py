@@ -138,7 +138,9 @@ def test_a_pass_that_would_overwrite_what_it_sees_is_refused():
     one = jnp.zeros((1, 1), jnp.int32)
     for offset in (LARGEST, jnp.int32(LARGEST)):
         with pytest.raises(ShapeError, match="13 tokens are fed"):
-            transformer.forward(params, one, begin(MISTRAL, 1), config=MISTRAL, window_offset=offset)
+            transformer.forward(
+                params, one, begin(MISTRAL, 1), config=MISTRAL, window_offset=offset
+            )
     for config in (MISTRAL, WINDOWED["qwen3"]):  # of passes whose offset is traced
         begin(config).open_window(LARGEST)
         with pytest.raises(ShapeError, match="13 tokens are fed"):
