@@ -41,8 +41,8 @@ def get_config() -> ConfigDict:
     config.strategy = "match"  # match (the tokens of plain decoding), or residual
     # speculative; plain (without drafts); or invariant and invariant-plain, whose bits are equal.
     config.rollouts = "speculative"
-    # Rows that finish early leave: ((32, 4), (16, 6)) goes on with 32 rows and K = 4 once no more
-    # are running, and so on. Shapes change, so bits may.
+    # ((32, 4), (16, 6)): once at most 32 rows are running, only they are decoded, with K = 4; then
+    # 16 with K = 6. Programs of other shapes may round differently.
     config.stages = ()
     # Of the behaviour policy: recomputed by a training pass, or those of the rollouts.
     config.old_logprobs = "recomputed"

@@ -39,8 +39,8 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
 
     Raises:
       ConfigError: A value does not fit, or the work directory is that of another experiment.
-      TrainingError: A reward is no number, a loss is not finite, or a checkpoint cannot be saved or
-        read.
+      TrainingError: A reward or a loss is not a finite number, a row has a fault, or a checkpoint
+        cannot be saved or read.
     """
     validate(config)
     return run.train(RlExperiment, "rl", config, workdir, FREE)

@@ -191,6 +191,12 @@ def on_automatic_axes(tree: Any) -> Any:
     return jax.tree.map(move, tree) if any(map(is_explicit, jax.tree.leaves(tree))) else tree
 
 
+def has_explicit_axes(tree: Any) -> bool:
+    """Whether an array, perhaps traced, lies on a mesh with explicit axes."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+    return any(AxisType.Explicit in (mesh.axis_types or ()) for mesh in meshes)
+
+
 def _is_automatic(mesh: Mesh | AbstractMesh) -> bool:
     return all(kind == AxisType.Auto for kind in mesh.axis_types)
 

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import decoding
+from spec_jax.config.checks import check, check_integer, is_integer, is_list
 from spec_jax.contracts import Observer, Round
 from spec_jax.decoding import LOGPROBS, Finish, Kind, Record, System
 from spec_jax.decoding.observers import put
-from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.errors import ConfigError, PromptError, ShapeError
+from spec_jax.meshes import has_explicit_axes
 from spec_jax.sampling import Samplers, make_samplers
 from spec_jax.shapes import check_shapes
 from spec_jax.sharding import constrain, take_rows
@@ -135,27 +137,55 @@ def rollout(
       has_features: whether to return the features that the drafter taps.
 
     Raises:
-      ShapeError: an array has another number of rows, or stages are not of falling rows.
-      ConfigError: prompts and output are longer than the target can hold, or features are asked for
-        and the target taps none.
+      ShapeError: an array has another shape, or stages are not of falling rows.
+      PromptError: ids or lengths, where they are known while tracing, are out of range.
+      ConfigError: an option is out of range, params lack a part, an array lies on a mesh of
+        explicit axes, stages change the K of a tree, prompts and output are longer than the target
+        can hold, or features are asked for and the target taps none.
     """
-    P, T = prompts.shape
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    check_integer("samples", samples, 1)
+    is_complete = isinstance(params, dict) and {"target", "draft"} <= params.keys()
+    keys = [*params] if isinstance(params, dict) else params
+    check(is_complete, "params", keys, 'a dict with "target" and "draft", which may be None')
+    arrays = {"prompts": prompts, "lengths": lengths, "seeds": seeds}
+    for name, x in arrays.items():
+        arrays[name] = x if isinstance(x, jax.Array) else np.asarray(x)
+        if not jnp.issubdtype(arrays[name].dtype, jnp.integer):
+            raise ShapeError(f"{name} has dtype {arrays[name].dtype}; expected integers")
+    prompts, lengths, seeds = arrays.values()
+    if has_explicit_axes((params, arrays)):
+        raise ConfigError(
+            "an array lies on a mesh of explicit axes; expected automatic ones, as "
+            "spec_jax.make_mesh makes them"
+        )
+    P, T = check_shapes(prompts=(prompts, "P T")).values()
     B = P * samples
     S = T + max_new_tokens
     check_shapes({"P": P, "B": B}, lengths=(lengths, "P"), seeds=(seeds, "B"))
+    _check_range("prompts", prompts, 0, system.target.last_id)
+    _check_range("lengths", lengths, 1, T)
+    prompts = jnp.asarray(prompts)
+    lengths = jnp.asarray(lengths)
     if S > system.target.max_length:
         raise ConfigError(
             f"prompts of {T} tokens and {max_new_tokens} new ones are {S}; the target holds "
             f"{system.target.max_length}: shorten the prompts or lower max_new_tokens"
         )
+    are_pairs = is_list(stages) and all(is_list(x) and len(x) == 2 for x in stages)
+    is_fit = are_pairs and all(is_integer(x, 0) for pair in stages for x in pair)
+    check(is_fit, "stages", stages, "pairs (rows, num_draft): ((32, 4), (16, 6))")
+    if system.drafter.shape.tree is not None and {K for _, K in stages} - {system.num_draft}:
+        raise ConfigError(f"stages change K; expected {system.num_draft}, which the tree fixes")
     widths = [B, *(rows for rows, _ in stages)]
     if any(after < 1 or after >= before for before, after in zip(widths, widths[1:])):
         raise ShapeError(f"stages have rows {widths[1:]}; expected falling numbers below {B}")
     systems = [system, *(system._replace(num_draft=K) for _, K in stages)]
     slots = -(-(S + max(x.lookahead_slots for x in systems)) // 128) * 128
-    seeds = jnp.asarray(seeds).astype(jnp.uint32)
     V = system.target.vocab_size
     temperature = system.drafter.defaults.draft_temperature
+    # A copy: outside of jit the sampler's arrays are donated.
+    seeds = jnp.array(seeds.astype(jnp.uint32))
     drawn = make_samplers(samplers, draft_samplers, B, V, seeds, temperature)
     fed = decoding.feed(params["target"], prompts, lengths, system, slots)
     observers = (*system.observers, LOGPROBS)
@@ -171,7 +201,7 @@ def rollout(
     system = system._replace(observers=observers)
     options = {"slots": slots, "samples": samples, "fed": fed}
     state = decoding.prefill(params, *request, system=system, **options)
-    found = Record.of(state)
+    found = None
     places = jnp.arange(B)
     passes = jnp.int32(0)
     for at, (now, narrower) in enumerate(zip(systems, [*widths[1:], 0])):
@@ -186,8 +216,20 @@ def rollout(
         )
         passes += chunk.rounds
         last = Record.of(state)
-        found = jax.tree.map(lambda x, new, at=places: x.at[at].set(new), found, last)
+        if found is not None:
+            last = jax.tree.map(lambda x, new, at=places: x.at[at].set(new), found, last)
+        found = last
     return _collect(found, passes, S, fed[2][rows] if has_features else None)
+
+
+def _check_range(name: str, x: jax.Array | np.ndarray, low: int, high: int) -> None:
+    """Raises PromptError if a value that is known is not in ``low`` to ``high``."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return
+    x = np.asarray(x)
+    wrong = x[(x < low) | (x > high)]
+    if wrong.size:
+        raise PromptError(f"{name} has {wrong[0]}; expected {low} to {high}")
 
 
 def _collect(found: Record, passes: jax.Array, width: int, features: jax.Array | None) -> Rollout:

@@ -13,8 +13,9 @@ from support.tiny_heads import CONFIG, TARGET, UNROLLED, random_params
 
 import spec_jax
 from spec_jax import decoding, rollouts, testing
+from spec_jax.config import TreeConfig
 from spec_jax.decoding.observers import put
-from spec_jax.errors import ConfigError, ShapeError
+from spec_jax.errors import ConfigError, PromptError, ShapeError
 from spec_jax.meshes import use_mesh
 from spec_jax.models import transformer
 
@@ -101,6 +102,18 @@ def test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cac
     assert run._cache_size() == 1
 
 
+def test_outside_of_jit_the_rows_are_the_same_and_the_callers_arrays_stay():
+    of = decoder("eagle")
+    options = {"system": of.system(), "max_new_tokens": NEW, "samples": 2, "has_features": True}
+    seeds = SEEDS.astype(jnp.uint32)
+    for _ in range(2):
+        params = params_of(TARGET.params, of.draft)
+        found = spec_jax.rollout(params, PROMPTS, LENGTHS, WARM, seeds, **options)
+    check(found)
+    inside = sampling(of, has_features=True)(TARGET.params, SEEDS)
+    np.testing.assert_allclose(found.features, inside.features, atol=1e-4)
+
+
 @pytest.mark.exhaustive
 def test_probabilities_of_the_draft_in_place_of_the_targets_are_found(monkeypatch):
     def update(seen, of):
@@ -123,7 +136,12 @@ def test_rows_that_finish_leave_and_the_others_go_on_with_another_k():
     stop = [row[-4] for row in plain_rows()[:2]]
     of = decoder("eagle")
     whole = sampling(of, stop_tokens=stop)(TARGET.params, SEEDS)
-    staged = sampling(of, stop_tokens=stop, stages=((3, 1), (1, 4)))(TARGET.params, SEEDS)
+    stages = {"stop_tokens": stop, "stages": ((3, 1), (1, 4))}
+    staged = sampling(of, **stages)(TARGET.params, SEEDS)
+    options = {"system": of.system(), "max_new_tokens": NEW, "samples": 2}
+    given = (params_of(TARGET.params, of.draft), PROMPTS, LENGTHS, WARM, SEEDS)
+    eager = spec_jax.rollout(*given, **options, **stages)  # outside of jit
+    np.testing.assert_array_equal(eager.tokens, staged.tokens)
     assert len({*whole.counts.output.tolist()}) > 2
     for name in ("tokens", "is_output"):
         np.testing.assert_array_equal(getattr(staged, name), getattr(whole, name))
@@ -161,3 +179,59 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         of(SEEDS, **known, stages=((4, 2),))
     with pytest.raises(ConfigError, match="taps no states"):
         jax.eval_shape(functools.partial(of, **known, has_features=True), SEEDS)
+
+
+PARAMS = {"target": TARGET.params, "draft": None}
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0; expected an integer of 1"),
+        ({"samples": 0}, ConfigError, "samples is 0; expected an integer of 1"),
+        ({"seeds": SEEDS + 0.5}, ShapeError, "seeds has dtype float32; expected integers"),
+        ({"prompts": PROMPTS + 0.5}, ShapeError, "prompts has dtype float32; expected integers"),
+        ({"prompts": PROMPTS[0]}, ShapeError, r"prompts has shape \(4,\); expected \[P T\]"),
+        ({"prompts": PROMPTS.at[1, 3].set(31)}, PromptError, "prompts has 31; expected 0 to 30"),
+        ({"prompts": np.int64(PROMPTS) - 2**32}, PromptError, "prompts has -429.*; expected 0 to"),
+        ({"lengths": [4, 0]}, PromptError, "lengths has 0; expected 1 to 4"),
+        ({"lengths": [4, 5]}, PromptError, "lengths has 5; expected 1 to 4"),
+        ({"params": {"target": TARGET.params}}, ConfigError, r"params is \['target'\]; expected"),
+        ({"stages": ((2,),)}, ConfigError, r"stages is \(\(2,\),\); expected pairs \(rows, num"),
+        ({"stages": ((2, -1),)}, ConfigError, "stages is .*; expected pairs"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_while_tracing(changes, error, message):
+    given = {"params": PARAMS, "prompts": PROMPTS, "lengths": LENGTHS, "seeds": SEEDS} | changes
+    system = decoder(None).system()
+    with pytest.raises(error, match=message):
+        spec_jax.rollout(
+            **{"system": system, "max_new_tokens": NEW, "samples": 2} | given, samplers=WARM
+        )
+
+
+def test_stages_keep_the_k_of_a_tree():
+    tree = TreeConfig(children=(2, 1))
+    config = spec_jax.SpeculativeConfig("eagle", rejection_sampling_strategy="match", tree=tree)
+    of = spec_jax.SpeculativeDecoder(TARGET, HEAD, config, target_sampler=WARM)
+    with pytest.raises(ConfigError, match="expected 4, which the tree fixes"):
+        sampling(of, stages=((2, 4), (1, 1)))(TARGET.params, SEEDS)
+
+
+@pytest.mark.parametrize("name", ["prompts", "target"])
+@pytest.mark.parametrize("axis", [(), ("data",)])
+def test_a_mesh_of_explicit_axes_is_refused_with_the_remedy(name, axis):
+    axes = jax.make_mesh((2,), ("data",))
+    where = jax.sharding.NamedSharding(axes, jax.sharding.PartitionSpec(*axis))
+    given = {"target": TARGET.params, "prompts": PROMPTS}
+    given[name] = jax.device_put(PROMPTS if name == "prompts" else {"norm": jnp.ones(4)}, where)
+    sample = functools.partial(
+        spec_jax.rollout, system=decoder(None).system(), max_new_tokens=NEW, samples=2
+    )
+
+    @jax.jit
+    def run(target, prompts):
+        return sample({"target": target, "draft": None}, prompts, LENGTHS, WARM, SEEDS)
+
+    with pytest.raises(ConfigError, match="explicit axes; .* as spec_jax.make_mesh makes them"):
+        run.eval_shape(**given)

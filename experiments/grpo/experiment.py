@@ -23,6 +23,7 @@ from experiments.run import cli
 from experiments.training.run import Exported
 from spec_jax.compilation import Timed
 from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config.checks import is_count, is_integer, is_list, is_number
 from spec_jax.data import python_source, questions
 from spec_jax.decoding import Finish, System
 from spec_jax.drafters.loaded import beside_target
@@ -30,7 +31,7 @@ from spec_jax.drafters.suffix import History
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.evaluation.prompts import PromptEncoder
-from spec_jax.loading import LoadedModel, load_draft, load_model
+from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
 from spec_jax.meshes import platform_of
 from spec_jax.models import checkpoint
 from spec_jax.models.params import placement
@@ -44,7 +45,7 @@ from spec_jax.train.step import TrainState, cast, train_step
 SIGNATURES = "signatures"  # prompts of the standard library's functions
 ROLLOUTS = ("speculative", "plain", "invariant", "invariant-plain")
 OLD = ("recomputed", "rollout")
-FREE = ("steps", "log_every", "checkpoint_every_s", "eval_every", "compare_every")
+FREE = ("steps", "log_every", "checkpoint_every_s", "eval_every", "compare_every", "export_dtype")
 _COPIES = ("ngram", "suffix")  # drafters without a model
 _HELD_OUT_SEEDS = 2**31  # of evaluations; those of steps count from 0
 
@@ -88,8 +89,15 @@ def validate(config: ConfigDict) -> None:
     positive = "steps prompts_per_step samples prompt_tokens max_new_tokens epochs accumulate"
     cli.require_positive(config, f"{positive} log_every")
     rows = config.prompts_per_step * config.samples
-    numbers = "pairs of falling numbers below the rows, and K: ((32, 4), (16, 6))"
-    is_fit = all(len(pair) == 2 and 0 < pair[0] < rows and pair[1] > 0 for pair in config.stages)
+    stages = config.stages
+    are_pairs = is_list(stages) and all(is_list(pair) and len(pair) == 2 for pair in stages)
+    is_fit = are_pairs and all(is_integer(x, 1) for pair in stages for x in pair)
+    widths = [rows, *(pair[0] for pair in stages)] if is_fit else []
+    is_fit = is_fit and all(after < before for before, after in zip(widths, widths[1:]))
+    clip = config.clip
+    is_clip = is_list(clip) and len(clip) == 2
+    is_clip = is_clip and is_number(clip[0], 0, 1) and is_number(clip[1], 0)
+    is_drafting = config.drafter != "none" and not config.rollouts.endswith("plain")
     cli.require_each(
         config,
         (config.samples > 1, "samples", "2 or more: rewards are compared within a group"),
@@ -102,8 +110,22 @@ def validate(config: ConfigDict) -> None:
         (config.kl_weight >= 0, "kl_weight", "0 (no reference) or more"),
         (config.reference_every >= 0, "reference_every", "0 (the first policy) or more"),
         (rows % config.accumulate == 0, "accumulate", f"a divisor of the {rows} rows"),
-        (is_fit, "stages", numbers),
+        (is_fit, "stages", f"pairs (rows, K), of falling rows below {rows}: ((32, 4), (16, 6))"),
+        (is_drafting or not stages, "stages", "none where nothing is drafted"),
+        (is_clip, "clip", "two numbers, the first at most 1: (0.2, 0.2)"),
+        (
+            config.drafter == "none" or is_integer(config.num_draft, 1),
+            "num_draft",
+            "1 or more; to decode without drafts, set drafter to none",
+        ),
+        (config.dtype in ("", "float32", "bfloat16"), "dtype", "float32, bfloat16, or empty"),
+        (config.export_dtype in DTYPES, "export_dtype", f"one of {', '.join(DTYPES)}"),
+        (is_count(config.seed), "seed", "an integer of 0 or more"),
+        (is_count(config.eval_every), "eval_every", "0 (only at the end) or more"),
+        (is_count(config.compare_every), "compare_every", "0 (never) or more"),
+        (is_number(config.checkpoint_every_s, 0), "checkpoint_every_s", "0 or more"),
     )
+    SamplerConfig(**config.sampler)
     rewards.load(config.reward)
 
 
@@ -336,26 +358,35 @@ class RlExperiment:
             else:
                 pairs.append((ids, output))
 
-        def describe(row):
-            return f"prompt {prompts.names[row // N]!r}, sample {row % N}"
-
+        describe = functools.partial(self._describe, prompts)
         found = rewards.score(self.reward, self.config.reward, pairs, describe)
         return np.reshape(found, (-1, N))
+
+    def _describe(self, prompts: Prompts, row: int) -> str:
+        N = self.config.samples
+        return f"prompt {prompts.names[row // N]!r}, sample {row % N}"
 
     def step(self, state: PolicyState, prompts: Prompts) -> tuple[PolicyState, dict]:
         """Samples, scores and updates once.
 
         Raises:
-          TrainingError: A reward is none, a row has a fault, or the update is zero although
-            rewards differ.
+          TrainingError: A reward is not a finite number, a row has a fault, or the update is zero
+            although rewards differ.
         """
         config = self.config
         number = int(state.step) + 1
         with Timed() as rolled:
             found = self.rollouts(state, prompts)
-        faults = set(np.asarray(found.counts.finish)) - {Finish.LENGTH, Finish.STOP_TOKEN}
-        if faults:
-            raise TrainingError(f"rollouts ended by {Finish(min(faults)).name.lower()}")
+        finish = np.asarray(found.counts.finish)
+        faulty = np.flatnonzero(~np.isin(finish, (Finish.LENGTH, Finish.STOP_TOKEN)))
+        if len(faulty):
+            fault = Finish(finish[faulty[0]])
+            is_target = fault == Finish.NAN_TARGET
+            raise TrainingError(
+                f"{len(faulty)} rollouts ended by {fault.name.lower()} in step {number}, first of "
+                f"{self._describe(prompts, faulty[0])}: "
+                + ("lower optimizer.lr" if is_target else "take another drafter, or none")
+            )
         outputs = self.outputs(found)
         figures = self._compared(state, prompts, found, outputs)
         with Timed() as scored:

@@ -62,13 +62,15 @@ def logprobs(
 
     Returns:
       f32[B,S] under the distribution that ``sampler`` draws from, and under the model's own; 0 for
-      the first token. No gradient flows through the choice of what the filters drop.
+      the first token. No gradient flows through the choice of what the filters drop. The token
+      itself is kept: rounding or an update may have put it past their edge since it was drawn.
     """
     logits = model.unembed(params, model.forward(params, tokens[:, :-1]).hidden)
     drawn = make_sampler(sampler, len(tokens), model.vocab_size)
     warm = logits / sampler.temperature
     if drawn.filters is not None:
         kept = process(jax.lax.stop_gradient(logits), drawn) > -jnp.inf
+        kept |= jnp.arange(model.vocab_size) == tokens[:, 1:, None]
         warm = jnp.where(kept, warm, -jnp.inf)
 
     def of(x):

@@ -13,7 +13,7 @@ from experiments.run import cli, report
 from spec_jax.intervals import Interval, jackknife, paired_speedup
 from spec_jax.show.tables import Section, Table
 
-_ENDS = 20  # steps at either end of a run whose rewards are compared
+_ENDS = 20  # maximum steps at either end of a run whose rewards are compared
 _PARTS = ("rollout_s", "reward_s", "update_s")
 _MEANINGS = {
     "reward": "mean of a step's rewards",
@@ -30,26 +30,39 @@ def column(lines: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
     return np.asarray([line.get(name, np.nan) for line in lines], float)
 
 
-def mean(values: np.ndarray) -> Interval:
-    """Returns a mean over steps with its interval."""
-    values = values[np.isfinite(values)]
-    if not len(values):
+def mean(values: np.ndarray, counts: np.ndarray | float = 1.0) -> Interval:
+    """Returns a mean over steps with its interval; each value is that of ``counts`` steps."""
+    is_known = np.isfinite(values)
+    if not is_known.any():
         return Interval(np.nan, np.nan, np.nan)
-    ones = np.ones(len(values))
-    return jackknife(lambda x, n: np.stack([x / n], axis=-1), values, ones)[0]
+    counts = np.broadcast_to(counts, values.shape)[is_known]
+    return jackknife(lambda x, n: np.stack([x / n], axis=-1), values[is_known] * counts, counts)[0]
+
+
+def _rewards(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
+    """Returns the mean rewards of the first and the last steps, at most half of them each.
+
+    A line is the mean of the steps since the line before; lines at an edge are taken whole.
+    """
+    ends = column(lines, "step").astype(int)
+    begins = np.append(0, ends[:-1])
+    size = min(_ENDS, -(-ends[-1] // 2))
+    found = {}
+    for of in (begins < size, ends > ends[-1] - size):
+        name = f"reward, steps {begins[of][0] + 1} to {ends[of][-1]}"
+        found[name] = mean(column(lines, "reward")[of], (ends - begins)[of])
+    return found
 
 
 def summarise(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
     """Returns the figures of a run with their intervals over steps.
 
     Args:
-      lines: Of metrics.jsonl, one a step.
+      lines: Of metrics.jsonl, each the means of the steps since the line before.
     """
-    reward = column(lines, "reward")
     step_s = sum(column(lines, part) for part in _PARTS)
     found = {
-        f"reward, first {_ENDS} steps": mean(reward[:_ENDS]),
-        f"reward, last {_ENDS} steps": mean(reward[-_ENDS:]),
+        **_rewards(lines),
         **{name: mean(column(lines, name)) for name in ("unequal", "kl", "tau", "rollout_tok_s")},
         "rollout share": mean(column(lines, "rollout_s") / step_s),
         "step_s": mean(step_s),
@@ -71,8 +84,10 @@ def summarise(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
 
 def sentence(figures: Mapping[str, float]) -> str:
     """Returns what a run has reached."""
-    first, last = (figures[f"reward, {end} {_ENDS} steps"] for end in ("first", "last"))
-    return f"reward {first:.3f} in the first {_ENDS} steps, {last:.3f} in the last"
+    of = {name: value for name, value in figures.items() if name.startswith("reward, ")}
+    return "reward " + ", ".join(
+        f"{value:.3f} in {name.removeprefix('reward, ')}" for name, value in of.items()
+    )
 
 
 def write(

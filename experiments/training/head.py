@@ -28,7 +28,7 @@ from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.evaluation import teacher_forced
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.fitting import initializer
-from spec_jax.loading import LoadedHead, LoadedModel, find_directory, load_draft, load_model
+from spec_jax.loading import DTYPES, LoadedHead, LoadedModel, find_directory, load_draft, load_model
 from spec_jax.meshes import platform_of
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
@@ -260,6 +260,7 @@ def validate(config: ConfigDict) -> None:
     is_mtp = config.objective == "mtp"
     is_known = config.export_format in ("", *formats)
     check(is_known, "export_format", f"one of {', '.join(formats)}, or ''")
+    check(config.export_dtype in DTYPES, "export_dtype", f"one of {', '.join(DTYPES)}")
     check(is_mtp or not config.export_with_target, "export_with_target", "False, unless for mtp")
     check(config.export_from in ("best", "last"), "export_from", "best or last")
     dtypes = ("", "float32", "bfloat16")

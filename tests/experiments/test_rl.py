@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from support.tiny_models import LLAMA
 from configs import rl as defaults
 from experiments import rl
 from experiments.grpo import experiment as grpo
-from experiments.grpo import objective, rewards
+from experiments.grpo import objective, report, rewards
 from spec_jax import SamplerConfig, rng, testing
+from spec_jax.decoding import Finish
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.loading import load_model
 from spec_jax.models import transformer
@@ -73,7 +75,8 @@ def test_a_run_learns_and_leaves_a_model_and_a_page(files, run):
     np.testing.assert_allclose([line["ratio"] for line in lines], 1)
     assert lines[0]["kl"] < 1e-9 < lines[-1]["kl"] and lines[0]["tau"] >= 1
     assert ["plain_s" in line for line in lines] == [True, False] * 2
-    assert "rollouts over plain decoding" in final and "reward, last 20 steps" in final
+    assert "rollouts over plain decoding" in final
+    assert {"reward, steps 1 to 2", "reward, steps 3 to 4"} < final.keys()
     rep = check_run_files(folder, "rl")
     assert [one["step"] for one in rep["evaluations"]] == [2, 4]
     page = (folder / "report.html").read_text("utf-8")
@@ -242,13 +245,14 @@ def check_loss(rows):
         logits = np.asarray(one_pass(params, tokens), np.float64)
         for row, i in np.argwhere(np.asarray(is_output)):
             x, token = logits[row, i - 1], tokens[row, i]
-            with np.errstate(divide="ignore"):
-                drawn[row, i] = np.log(testing.reference_distribution(x, warm, (), ())[token])
+            is_kept = testing.reference_distribution(x, warm, (), ()) > 0
+            is_kept[token] = True
+            warmed = x / warm.temperature
+            drawn[row, i] = warmed[token] - np.log(np.exp(warmed[is_kept]).sum())
             own[row, i] = x[token] - np.log(np.exp(x - x.max()).sum()) - x.max()
         return drawn, own
 
     old = jnp.asarray(numbers(other)[0], jnp.float32)
-    old = jnp.where(jnp.isfinite(old), old, -3.0)
     reference = jnp.asarray(numbers(other)[1], jnp.float32)
     batch = objective.Batch(tokens, is_output, jnp.asarray(above, jnp.float32), old, reference)
 
@@ -272,6 +276,41 @@ def check_loss(rows):
 def test_the_loss_is_the_formulas():
     """Of rows of several lengths, with tokens that the filters drop by now."""
     check_loss([9, 7, 8])
+
+
+def test_gradients_are_finite_where_tokens_lie_past_the_edge_of_the_filters():
+    """As rounding between decoding and training leaves them, old ones being recomputed."""
+    tokens = jnp.asarray(np.random.RandomState(1).randint(0, 31, (3, 9)), jnp.int32)
+    sampler = SamplerConfig(temperature=1.5, top_k=2, top_p=0.5)
+    batch = objective.Batch(tokens, jnp.arange(9) >= jnp.full((3, 1), 4), jnp.asarray([1.0, -1, 2]))
+    options = dict(model=TARGET.model, sampler=sampler, clip=(0.2, 0.2), kl_weight=0.0)
+
+    def loss(params):
+        drawn = objective.logprobs(params, tokens, model=TARGET.model, sampler=sampler)[0]
+        return objective.grpo_loss(params, batch, **options)[0], drawn
+
+    (value, drawn), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(TARGET.params)
+    assert jnp.isfinite(value) and jnp.isfinite(drawn).all()
+    assert all(np.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(grads))
+    logits = np.asarray(one_pass(TARGET.params, tokens))
+    ranks = (logits[:, :-1] > np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], 2)).sum(2)
+    assert (ranks[:, 3:] >= 2).any()
+
+
+def test_the_rewards_of_a_report_are_those_of_steps():
+    """Of 45 steps in lines of ten, each the mean of its steps, and a last one of five."""
+    rewards_of = np.arange(1.0, 46)
+    begins = [0, 10, 20, 30, 40]
+    lines = [
+        {"step": min(b + 10, 45), "reward": rewards_of[b : b + 10].mean(), "rollout_s": 1.0}
+        | {"reward_s": 1.0, "update_s": 1.0}
+        for b in begins
+    ]
+    found = {name: value.value for name, value in report.summarise(lines).items()}
+    assert found["reward, steps 1 to 20"] == pytest.approx(rewards_of[:20].mean())
+    assert found["reward, steps 21 to 45"] == pytest.approx(rewards_of[20:].mean())
+    text = "reward 10.500 in steps 1 to 20, 33.000 in steps 21 to 45"
+    assert report.sentence(found) == text
 
 
 def test_advantages_are_by_group():
@@ -389,6 +428,20 @@ def test_a_reward_that_is_no_number_names_its_prompt(name, fault):
         rewards.score(found, name, [([1], [2])], lambda row: f"row {row}")
 
 
+@pytest.mark.parametrize(
+    "finish, remedy", [("NAN_TARGET", "lower optimizer.lr"), ("INVALID_DRAFT", "another drafter")]
+)
+def test_a_rollout_with_a_fault_is_named_with_the_remedy(files, finish, remedy):
+    experiment = grpo.RlExperiment(small(files, drafter="none"), pathlib.Path())
+    prompts = experiment.batch_at(0)
+    ends = [Finish.LENGTH, Finish.STOP_TOKEN, *[Finish[finish]] * 2, Finish.LENGTH, Finish.LENGTH]
+    found = types.SimpleNamespace(counts=types.SimpleNamespace(finish=jnp.asarray(ends)))
+    experiment.rollouts = lambda *args: found
+    message = f"2 rollouts ended by {finish.lower()} in step 1, first of prompt .*, sample 2: .*"
+    with pytest.raises(TrainingError, match=message + remedy):
+        experiment.step(types.SimpleNamespace(step=0), prompts)
+
+
 @pytest.mark.exhaustive
 def test_a_run_goes_on_once_its_reward_is_mended(run, tmp_path, monkeypatch):
     config, folder, _ = run
@@ -414,7 +467,23 @@ def test_a_run_goes_on_once_its_reward_is_mended(run, tmp_path, monkeypatch):
         ({"prompt_tokens": 3}, "prompt .* has .* tokens; prompt_tokens is 3"),
         ({"prompts_per_step": 5}, "has 8 prompts; expected 10 or more, of which 5 are held out"),
         ({"samples": 1}, "samples is 1; expected 2 or more"),
-        ({"stages": ((6, 2),)}, "stages is .*; expected pairs of falling numbers"),
+        (
+            {"stages": ((6, 2),)},
+            r"stages is .*; expected pairs \(rows, K\), of falling rows below 6",
+        ),
+        ({"stages": ((4, 2), (5, 2))}, "stages is .*; expected pairs"),
+        ({"stages": (4, 2)}, "stages is .*; expected pairs"),
+        ({"stages": ((4, 2),), "rollouts": "invariant-plain"}, "stages is .*; expected none"),
+        ({"clip": (0.2,)}, "clip is .*; expected two numbers"),
+        ({"clip": (-1.0, 0.2)}, "clip is .*; expected two numbers"),
+        ({"num_draft": 0}, "num_draft is 0; expected 1 or more; to decode without drafts"),
+        ({"sampler.top_p": 2.0}, "top_p is 2.0; expected a number from"),
+        ({"sampler.top_k": -1}, "top_k is -1; expected an integer of 0"),
+        ({"dtype": "int8"}, "dtype is 'int8'; expected float32, bfloat16, or empty"),
+        ({"export_dtype": "bfloat"}, "export_dtype is 'bfloat'; expected one of float32"),
+        ({"seed": -1}, "seed is -1; expected an integer of 0 or more"),
+        ({"eval_every": -1}, "eval_every is -1; expected 0"),
+        ({"compare_every": -1}, "compare_every is -1; expected 0"),
         ({"reward": f"{OF}:nothin"}, "did you mean nothing"),
         ({"optimizer.lr": 0.0}, "optimizer.lr is 0.0; expected a number above 0"),
         ({"sampler.temperature": 0.0}, "sampler.temperature is 0.0; expected a number above 0"),
