@@ -119,9 +119,9 @@ def unrolled(
     return reached, accepted
 
 
-def has_drafts(target: LoadedModel, draft: LoadedModel | LoadedHead) -> bool:
+def has_drafts(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> bool:
     """Whether ``unrolled`` can repeat the rounds of a draft: it is unrolled, or drafts blocks."""
-    has_head = registry.find(draft.method).head is not None
+    has_head = draft is not None and registry.find(draft.method).head is not None
     return has_head and _text_drafts(draft.config, target.model) is not None
 
 

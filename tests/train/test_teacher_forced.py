@@ -54,6 +54,7 @@ def test_teacher_forced_rounds_are_the_decoders(name):
     assert losses[-1] < losses[0]
     head = dataclasses.replace(head, params={**state.params, **constants})
     assert teacher_forced.has_drafts(TARGET, head)
+    assert not teacher_forced.has_drafts(TARGET, None)  # drafts without a model
     num_draft = getattr(config, "max_draft", K)
     rows, stats = teacher_forced.decode(
         TARGET, head, PROMPTS, num_draft=num_draft, max_new_tokens=40, batch=4
