@@ -3,7 +3,7 @@
     python -m experiments.make_head --workdir=runs/head
     python -m experiments.make_head --workdir=DIR --config.target=PATH --config.minutes=60
 
-Cost: the minutes that are given. Expected: a head that the last two lines load, here and in vLLM.
+Cost: the minutes that are given. Expected: a head that the last lines load, here and in servers.
 """
 
 from ml_collections import ConfigDict

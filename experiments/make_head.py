@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import shutil
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -30,12 +31,13 @@ from experiments.run import cli, report
 from experiments.training import recipe
 from experiments.training.head import HeadExperiment
 from experiments.training.run import seconds_per_step
-from spec_jax import processes
+from spec_jax import processes, zoo
+from spec_jax.config.checks import MAX_INT, check_name
 from spec_jax.data.user_turns import Opening
 from spec_jax.drafters import registry
 from spec_jax.errors import ConfigError
 from spec_jax.intervals import Interval
-from spec_jax.loading import LoadedModel, load_draft, load_model
+from spec_jax.loading import LoadedModel, find_directory, load_draft, load_model
 from spec_jax.models.files import write_text
 from spec_jax.show.tables import Section, Table
 
@@ -66,11 +68,15 @@ def resolve(config: ConfigDict) -> ConfigDict:
     cli.require_positive(config, "k max_new_tokens rows batch length num_questions")
     cli.require_each(
         config,
-        (config.minutes > 0, "minutes", "a number above 0"),
-        (config.epochs > 0, "epochs", "a number above 0"),
+        (0 < config.minutes < math.inf, "minutes", "a number above 0"),
+        (0 < config.epochs < math.inf, "epochs", "a number above 0"),
+        (0 <= config.seed <= MAX_INT, "seed", f"0 to {MAX_INT}"),
+        ((config.draft_vocab_size or 0) >= 0, "draft_vocab_size", "0 or more, or none"),
         (config.num_prompts is None or config.num_prompts >= _LEAST, "num_prompts", f"{_LEAST} up"),
         (config.steps is None or config.steps >= 1, "steps", "1 or more"),
     )
+    check_name("objective", config.objective, registry.objectives())
+    regenerate.resolve(recipe.text_config(config, _LEAST))
     return config
 
 
@@ -112,12 +118,18 @@ def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) ->
     return {"questions": len(questions), "responses": len(kept), "tokens": tokens}
 
 
+def _num_trial(config: ConfigDict) -> int:
+    """Returns how many prompts are written to measure the time of one."""
+    return min(config.num_prompts or math.inf, max(_LEAST, config.rows))
+
+
 def make_plan(
     config: ConfigDict, folder: pathlib.Path, target: LoadedModel, end_s: float
 ) -> dict[str, Any]:
     """Measures how fast the machine is, and returns what there is time for.
 
-    The first prompts are those of the run itself, and are kept.
+    The first prompts are those of the run itself, and are kept once all are written: the time of
+    a part would not tell that of a prompt, so a part is written again.
 
     Args:
       config: See ``configs/make_head_default.py``.
@@ -125,24 +137,31 @@ def make_plan(
       target: The target.
       end_s: When everything is to have ended, by ``time.monotonic``.
     """
-    num_trial = min(config.num_prompts or math.inf, max(_LEAST, config.rows))
-    result = regenerate.regenerate(recipe.text_config(config, num_trial), folder / "text")
-    prompt_s = result["session"]["run_s"] / num_trial
+    num_trial = _num_trial(config)
+    text = folder / "text"
+    if not (text / "report.json").exists():
+        shutil.rmtree(text, ignore_errors=True)
+        regenerate.regenerate(recipe.text_config(config, num_trial), text)
+    session = cli.read_saved(text / "report.json")["session"]
+    prompt_s = max(session["run_s"], 0.1) / num_trial  # the time is rounded to that
     split = split_text(config, folder, target)
     tokens_per_prompt = split["tokens"] / num_trial
-    step_s = 0.0
     tokens_per_step = config.batch * config.length
-    if config.steps is None:
-        head = recipe.head_config(config, folder, target, 1000)
-        train_head.validate(head)
-        step_s = seconds_per_step(HeadExperiment(head, folder / "trial"))
+    head = recipe.head_config(config, folder, target, 1000)
+    train_head.validate(head)
+    step_s = seconds_per_step(HeadExperiment(head, folder / "trial"))
     left_s = (end_s - time.monotonic() - _EVALUATION * 60 * config.minutes) * (1 - _MARGIN)
     steps_per_prompt = config.epochs * tokens_per_prompt / tokens_per_step
     num_prompts = config.num_prompts
     if num_prompts is None:
-        num_prompts = max(num_trial, int(left_s / (prompt_s + steps_per_prompt * step_s)))
+        fixed_s = (config.steps or 0) * step_s
+        each_s = prompt_s + (0 if config.steps else steps_per_prompt * step_s)
+        num_prompts = max(num_trial, int((left_s - fixed_s) / each_s))
     steps = config.steps or max(1, int(steps_per_prompt * num_prompts))
     tokens = steps * tokens_per_step
+    text_s = prompt_s * (num_prompts - num_trial)
+    head_s = steps * step_s
+    spent_s = 60 * config.minutes - (end_s - time.monotonic())
     return {
         "num_prompts": num_prompts,
         "steps": steps,
@@ -150,8 +169,9 @@ def make_plan(
         "tokens_trained": tokens,
         "prompt_s": prompt_s,
         "step_s": step_s,
-        "text_s": prompt_s * (num_prompts - num_trial),
-        "head_s": steps * step_s,
+        "text_s": text_s,
+        "head_s": head_s,
+        "minutes": (spent_s + text_s + head_s) / (1 - _EVALUATION) / 60,
         "tau": recipe.expected_tau(config.target, config.objective, tokens),
     }
 
@@ -162,11 +182,19 @@ def sentences(config: ConfigDict, plan: Mapping[str, Any]) -> list[str]:
     expected = "no curve of tau has been measured for this target, so none is expected"
     if tau is not None:
         expected = f"expected tau {tau:.2f}, by the curve that was measured for this target"
+    over = []
+    if plan.get("minutes", 0) > config.minutes:
+        over = [
+            f"this needs about {plan['minutes']:.1f} minutes in all, more than the "
+            f"{config.minutes:g} that are given: at least {_num_trial(config)} prompts are "
+            "written, and num_prompts and steps hold where they are set"
+        ]
     return [
         f"text: {plan['num_prompts']} prompts ({config.prompt_source}), about "
         f"{plan['tokens']:,} tokens, {plan['text_s'] / 60:.1f} minutes more",
         f"head: {config.objective}, K = {config.k}, {plan['steps']} steps of "
         f"{config.batch * config.length:,} tokens, {plan['head_s'] / 60:.1f} minutes",
+        *over,
         expected,
     ]
 
@@ -229,22 +257,29 @@ def make_head(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]
 
 
 def export(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) -> list[str]:
-    """Exports the head for servers, and returns the lines that load it here and there."""
+    """Exports the head for servers, and returns the lines that load it here and in those."""
     here = folder / "head" / "export"
     there = folder / "for_vllm"
     head = load_draft(here, target)
     _, training = registry.objectives()[config.objective]
+    lines = [f"draft = spec_jax.load_draft({str(here)!r}, spec_jax.load_model({config.target!r}))"]
+    files = find_directory(config.target)
+    is_served = zoo.path(config.target) is None  # and no GGUF file or checkpoint of orbax
+    is_served &= any((*files.glob("model*.safetensors"), *files.glob("pytorch_model*.bin")))
     if "speculators" in training.formats:
         options = dict(dtype="bfloat16", num_speculative_tokens=config.k)
         head.save(there, target, format="speculators", **options)
-    else:
-        there = here
-    method = "eagle" if config.objective == "eagle1" else config.objective
-    of_server = {"method": method, "model": str(there), "num_speculative_tokens": config.k}
-    return [
-        f"draft = spec_jax.load_draft({str(here)!r}, spec_jax.load_model({config.target!r}))",
-        f"vllm serve {config.target} --speculative-config '{json.dumps(of_server)}'",
-    ]
+        own = {"method": config.objective, "model": str(there), "num_speculative_tokens": config.k}
+        if is_served:
+            lines.append(f"vllm serve {config.target} --speculative-config '{json.dumps(own)}'")
+    if is_served and head.format == "SpecForge" and config.objective == "eagle3":
+        lines.append(
+            f"python3 -m sglang.launch_server --model {config.target} --dtype bfloat16 "
+            f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {here} "
+            f"--speculative-num-steps {config.k} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {config.k + 1}"
+        )
+    return lines
 
 
 def _write_page(folder, result, planned, evaluated) -> None:

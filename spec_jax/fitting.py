@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.common.warm_start import from_target
-from spec_jax.drafters.loaded import LoadedHead
+from spec_jax.drafters.loaded import LoadedHead, tapped_model
 from spec_jax.errors import ConfigError
 from spec_jax.meshes import mesh_of
 from spec_jax.models.loaded import LoadedModel
@@ -34,6 +34,7 @@ from spec_jax.train.objective import Batch, Objective, target_view
 from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.step import TrainState, train_step
 
+_COUNTED = 1 << 24  # tokens of a text without end
 LOSS = {"num_steps": 3}  # options of the loss that differ from its own defaults
 
 
@@ -95,8 +96,9 @@ def new_head(
       target: the model that it will draft for.
       objective: the training objective: "eagle1", "eagle3", "peagle", "mtp", "dflash", "dflash2",
         "dspark", "treeflash", or a registered one.
-      text: the training text, see ``fit_head``; only needed with ``draft_vocab_size``, which keeps
-        the most frequent tokens of the text.
+      text: the training text, see ``fit_head``, but no iterator, which would be used up; only
+        needed with ``draft_vocab_size``, which keeps the most frequent tokens of the text. Of an
+        iterable without a length the first 2^24 tokens are counted.
       is_warm_start: begin with the target's last layer, final norm and output head where their
         shapes fit; otherwise all weights are random.
       seed: of the random weights.
@@ -109,12 +111,21 @@ def new_head(
     known = registry.objectives()
     check_name("objective", objective, known)
     kind, training = known[objective]
+    size = options.get("draft_vocab_size")
+    if size is not None:
+        check_integer("draft_vocab_size", size, 1)
     config = training.new(target.sizes, **options)
     constants = {}
-    if size := options.get("draft_vocab_size", 0):
+    if size is not None:
         if text is None:
             raise ConfigError(f"draft_vocab_size is {size}; text= says which tokens to keep")
-        counts = count_tokens(Corpus.of_tokens("text", text), target.model.vocab_size)
+        if isinstance(text, Iterator):
+            raise ConfigError(
+                f"text is a {type(text).__name__}, which counting uses up; expected a Corpus, an "
+                "array, or a list or another iterable that can be read again"
+            )
+        limit = None if isinstance(text, Sized) else _COUNTED
+        counts = count_tokens(Corpus.of_tokens("text", text, limit), target.model.vocab_size)
         constants = {"d2t": jnp.asarray(draft_vocabulary(counts, size))}
     init = initializer(kind, training.objective(), config, target, constants, is_warm_start)
     params = init(jax.random.key(seed), target.params)
@@ -214,6 +225,8 @@ def fit_head(
     if mesh_of(target.params) is not None:
         raise ConfigError("the target lies on a mesh: train with python -m experiments.train_head")
     check_integer("steps", steps, 1)
+    check_integer("batch", batch, 1)
+    tapped_model(target, head)  # refuses a head of another target
     check(3 <= length <= target.max_length, "length", length, f"3 to {target.max_length}")
     text = Corpus.of_tokens("text", text, steps * batch * length)
     if has_document_masks and text.starts is None:

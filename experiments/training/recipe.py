@@ -14,7 +14,7 @@ from spec_jax.drafters import registry
 from spec_jax.loading import LoadedModel
 
 _LARGE = 8192  # U of a target that has more ids
-# Tau by tokens trained on, measured with this recipe: see docs/measurements.md.
+# Tau by tokens trained on, of a target and an objective; no curve has been measured yet.
 CURVES: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {}
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from spec_jax.config.checks import MAX_INT
 from spec_jax.data import tokens
 from spec_jax.errors import ConfigError
 from spec_jax.models.tokenizer import Tokenizer
@@ -67,28 +68,39 @@ class Corpus(NamedTuple):
           limit: The number of tokens after which no further document is read; None means no limit.
 
         Raises:
-          ConfigError: It is none of these.
+          ConfigError: It is none of these, or an id has more than 32 bits.
         """
         if isinstance(tokens, cls):
             return tokens
         is_array = getattr(tokens, "ndim", None) == 1
+
+        def refused(fault: object) -> ConfigError:
+            return ConfigError(
+                f"{name} is a {type(tokens).__name__} ({fault}); expected a Corpus, an array "
+                "i32[T] of token ids, or an iterable of such arrays"
+            )
+
         parts = []
         starts = [0]
         try:
-            for part in [tokens] if is_array else tokens:
-                part = np.asarray(part)
-                if part.ndim not in (1, 2) or not np.issubdtype(part.dtype, np.integer):
-                    raise TypeError(f"of {part.dtype.name}{list(part.shape)}")
-                for row in np.atleast_2d(part):
-                    parts.append(row.astype(np.int32))
-                    starts.append(starts[-1] + len(row))
-                if limit is not None and starts[-1] >= limit:
-                    break
+            documents = iter([tokens] if is_array else tokens)
         except TypeError as error:
-            raise ConfigError(
-                f"{name} is a {type(tokens).__name__} ({error}); expected a Corpus, an array "
-                "i32[T] of token ids, or an iterable of such arrays"
-            ) from error
+            raise refused(error) from error
+        for part in documents:
+            try:
+                part = np.asarray(part)
+            except (TypeError, ValueError) as error:  # such as lists of several lengths
+                raise refused(error) from error
+            if part.ndim not in (1, 2) or not np.issubdtype(part.dtype, np.integer):
+                raise refused(f"of {part.dtype.name}{list(part.shape)}")
+            if part.size and not -MAX_INT <= part.min() <= part.max() <= MAX_INT:
+                bad = part.max() if part.max() > MAX_INT else part.min()
+                raise ConfigError(f"{name} holds id {bad}; ids have 32 bits")
+            for row in np.atleast_2d(part):
+                parts.append(row.astype(np.int32))
+                starts.append(starts[-1] + len(row))
+            if limit is not None and starts[-1] >= limit:
+                break
         packed = np.concatenate([np.zeros(0, np.int32), *parts])
         return cls(name, packed, starts=None if is_array else np.asarray(starts))
 

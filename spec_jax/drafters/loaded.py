@@ -201,6 +201,30 @@ def of_target(name: str, target: LoadedModel) -> LoadedHead | None:
     return None if config is None else LoadedHead(name, config, {})
 
 
+def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:
+    """Returns the target's functions, with the states that the draft reads.
+
+    Args:
+      target: the target.
+      draft: the model or head that drafts for it, or None.
+
+    Raises:
+      ConfigError: the head is for another target, or the target cannot be tapped.
+      WeightsError: the head's weights are not those of its config.
+    """
+    if draft is None or registry.find(draft.method).head is None:
+        return target.model
+    sizes = (target.sizes.hidden_size, target.sizes.vocab_size)
+    theirs = (draft.config.target_hidden_size, draft.config.target_vocab_size)
+    if sizes != theirs:
+        raise ConfigError(
+            f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
+            f"{target.name} is of width {sizes[0]} and has {sizes[1]} ids"
+        )
+    draft.check_params()
+    return target.model.with_taps(draft.config.taps)
+
+
 def head_of(draft: LoadedModel | LoadedHead, target: Model) -> Head | None:
     """Returns the functions of a head that drafts every token, for a target with its taps.
 

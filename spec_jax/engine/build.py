@@ -23,7 +23,7 @@ from spec_jax.contracts import Drafter, Model, Observer, Rule
 from spec_jax.drafters import registry
 from spec_jax.drafters.common.chain import with_confidence_stop
 from spec_jax.drafters.common.replicated import replicated
-from spec_jax.drafters.loaded import beside_target, of_target
+from spec_jax.drafters.loaded import beside_target, of_target, tapped_model
 from spec_jax.drafters.model_free import NO_DRAFT
 from spec_jax.engine.adaptive.deferred import with_deferred_commits, with_room
 from spec_jax.engine.adaptive.runner import CATCH_UP, AdaptiveState, plain_rule
@@ -437,30 +437,6 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel | LoadedHead | Non
             f"{differ}target {target.name} has {tokens[0]} tokens, draft {draft.name} has "
             f"{tokens[1]}"
         )
-
-
-def tapped_model(target: LoadedModel, draft: LoadedModel | LoadedHead | None) -> Model:
-    """Returns the target's functions, with the states that the draft reads.
-
-    Args:
-      target: the target.
-      draft: the model or head that drafts for it, or None.
-
-    Raises:
-      ConfigError: the head is for another target, or the target cannot be tapped.
-      WeightsError: the head's weights are not those of its config.
-    """
-    if draft is None or registry.find(draft.method).head is None:
-        return target.model
-    sizes = (target.sizes.hidden_size, target.sizes.vocab_size)
-    theirs = (draft.config.target_hidden_size, draft.config.target_vocab_size)
-    if sizes != theirs:
-        raise ConfigError(
-            f"head {draft.name} is for a target of width {theirs[0]} and {theirs[1]} ids; "
-            f"{target.name} is of width {sizes[0]} and has {sizes[1]} ids"
-        )
-    draft.check_params()
-    return target.model.with_taps(draft.config.taps)
 
 
 def make_drafter(

@@ -162,8 +162,8 @@ class LoadedModel(ReprMixin):
           name: the model's name in messages and reports.
 
         Raises:
-          WeightsError: ``leaf`` raises a KeyError or returns None or an array of another shape; the
-            message lists all such weights.
+          WeightsError: ``leaf`` raises a KeyError or returns None, an array of another shape or one
+            that is not finite; the message lists all such weights. ``leaf`` raises another error.
         """
         params = assemble_named(config, leaf, dtype, name)
         num_tokens = tokenizer and min(tokenizer.num_ids, config.vocab_size)

@@ -44,8 +44,7 @@ def leaves(folder: pathlib.Path, config: AnyConfig) -> Callable[[str, int | None
       ``(name, layer) -> array``, see ``LoadedModel.from_params``.
 
     Raises:
-      WeightsError: it cannot be read, or holds a weight that such a model does not have, or one
-        that is not finite.
+      WeightsError: it cannot be read, or holds a weight that such a model does not have.
     """
     import orbax.checkpoint as ocp
 
@@ -68,10 +67,8 @@ def leaves(folder: pathlib.Path, config: AnyConfig) -> Callable[[str, int | None
         for place, layer in enumerate(range(*numbers)):
             found |= {(name, layer): x[place] for name, x in weights.items()}
     known = {(name, layer) for name, _, layer in declared(config)}
-    for (name, layer), array in found.items():
+    for name, layer in found:
         where = name if layer is None else f"{name} of layer {layer}"
         if (name, layer) not in known:
             raise WeightsError(f"{folder} holds {where}, which its config.json does not ask for")
-        if not np.isfinite(array).all():
-            raise WeightsError(f"{folder}: {where} is not finite")
     return lambda name, layer: found[name, layer]

@@ -13,7 +13,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from spec_jax.errors import WeightsError
+from spec_jax.errors import SpecJaxError, WeightsError
 from spec_jax.models.cpu_layout import find, from_panels
 from spec_jax.models.families import AnyConfig, family_of
 from spec_jax.models.runs import name_of, runs_of, stacks_of
@@ -129,8 +129,8 @@ def assemble_named(
       owner: whose weights they are, for messages.
 
     Raises:
-      WeightsError: ``leaf`` raises a KeyError or returns None or an array of another shape; the
-        message lists all such weights.
+      WeightsError: ``leaf`` raises a KeyError or returns None, an array of another shape or one
+        that is not finite; the message lists all such weights. ``leaf`` raises another error.
     """
     found = {}
     wrong = []
@@ -140,13 +140,19 @@ def assemble_named(
             array = leaf(name, layer)
         except KeyError:
             array = None
+        except SpecJaxError:
+            raise
+        except Exception as error:  # a transform may raise of any kind
+            raise WeightsError(f"weights of {owner}: {where}: {error!r}") from error
         if array is None:
             wrong.append(f"{where} is missing; expected {list(spec.shape)}")
         elif np.shape(array) != spec.shape:
             shape = list(np.shape(array))
             wrong.append(f"{where} has shape {shape}; expected {list(spec.shape)}")
         else:
-            found[spec.hf_name, layer] = jnp.asarray(array, spec.dtype or dtype)
+            found[spec.hf_name, layer] = array = jnp.asarray(array, spec.dtype or dtype)
+            if not (isinstance(array, jax.core.Tracer) or jnp.isfinite(array).all()):
+                wrong.append(f"{where} is not finite in {array.dtype}")
     if wrong:
         more = f"; and {len(wrong) - _LISTED} more" * (len(wrong) > _LISTED)
         raise WeightsError(f"weights of {owner}: {'; '.join(wrong[:_LISTED])}{more}")

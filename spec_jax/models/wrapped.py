@@ -92,6 +92,10 @@ def wrap(
     tokens = jax.ShapeDtypeStruct((2, T), jnp.int32)
     found = jax.eval_shape(whole, params, tokens)
     num_states = len(jax.eval_shape(parts.states, params, tokens))
+    if isinstance(logits_fn, Tappable) and num_states < 3:
+        raise ConfigError(
+            f"states of the Tappable returned {num_states}; expected L + 2 of L layers, 3 or more"
+        )
     shape = getattr(found, "shape", None)
     if shape != (2, T, vocab_size) or not jnp.issubdtype(found.dtype, jnp.floating):
         what = type(found).__name__ if shape is None else f"{found.dtype}{list(shape)}"

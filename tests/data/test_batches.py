@@ -103,3 +103,19 @@ def test_the_draft_vocabulary_is_the_most_frequent_as_offsets():
     for size in (0, 7):
         with pytest.raises(ConfigError, match=f"draft vocabulary is {size}; expected 1 to 6"):
             draft_vocabulary(np.zeros(6), size)
+
+
+def test_ids_are_those_that_were_given_or_are_refused():
+    def broken():
+        yield np.asarray([1])
+        raise TypeError("of the caller")
+
+    for ids in (np.asarray([1, 2**32 + 5]), np.asarray([2**32 - 1], np.uint32), [[2, -(2**40)]]):
+        with pytest.raises(ConfigError, match="t holds id -?[0-9]+; ids have 32 bits"):
+            Corpus.of_tokens("t", ids)
+    np.testing.assert_array_equal(Corpus.of_tokens("t", [[1, 2], [3]]).tokens, [1, 2, 3])
+    for ids in (3, "text", [[[1, 2], [3]]], [np.ones(2)]):
+        with pytest.raises(ConfigError, match="expected a Corpus, an array"):
+            Corpus.of_tokens("t", ids)
+    with pytest.raises(TypeError, match="^of the caller$"):
+        Corpus.of_tokens("t", broken())

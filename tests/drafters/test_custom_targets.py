@@ -168,3 +168,13 @@ def test_a_head_that_is_trained_on_an_nnx_model_drafts_better_and_changes_no_tok
     after = tau(fitted.head)
     print(f"tau {before:.2f} before training, {after:.2f} after it; {VOCABULARY} ids")
     assert after > before + 0.5
+
+
+def test_a_tappable_of_too_few_states_is_refused():
+    parts = spec_jax.Tappable(
+        lambda params, tokens: (params["embed"][tokens],),
+        my_model.unembed,
+        lambda params: params["embed"],
+    )
+    with pytest.raises(ConfigError, match="returned 1; expected L . 2 of L layers, 3 or more"):
+        spec_jax.wrap(parts, my_model.make().params, vocab_size=48, max_length=64)

@@ -1,17 +1,19 @@
 """A head from a target alone: planned, resumed, refused."""
 
 import json
+import math
 import shutil
+import time
 
 import numpy as np
 import pytest
 from support.files import held_out, tiny_config, tokenizer_of
-from support.runs import check_run_files, killed_at, stopped_at
+from support.runs import Stopped, check_run_files, killed_at, stopped_at
 from support.tiny_models import random_weights
 
 from configs import make_head_default
 from experiments.comparison import session
-from experiments.make_head import make_head, resolve, sentences, split_text
+from experiments.make_head import export, make_head, make_plan, resolve, sentences, split_text
 from experiments.run import report
 from experiments.training import recipe
 from experiments.training.head import HeadExperiment
@@ -33,7 +35,8 @@ def target(tmp_path_factory):
 def small(target, **changes):
     config = make_head_default.get_config()
     sizes = dict(num_prompts=64, steps=4, rows=16, batch=2, length=18, k=2, num_questions=3)
-    config.update(target=str(target), max_new_tokens=16, draft_vocab_size=200, **sizes | changes)
+    sizes |= dict(max_new_tokens=16, draft_vocab_size=200)
+    config.update(target=str(target), **sizes | changes)
     return config
 
 
@@ -55,6 +58,8 @@ def test_a_head_is_made_of_the_text_that_its_target_wrote(run, target, capsys):
         head = load_draft(folder / name, model)
         assert head.format == form and head.config.layer.vocab_size == 200
     assert str(folder / "for_vllm") in rep["use"][1] and "load_draft(" in rep["use"][0]
+    assert f"--speculative-draft-model-path {folder / 'head' / 'export'} " in rep["use"][2]
+    assert len(export(small("zoo/target"), folder, model)) == 1  # no server knows its name
     drafts = {row["method"] for row in rep["results"] if row["k"]}
     assert drafts == {"head", "ngram"}
     trained = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
@@ -131,3 +136,81 @@ def test_tau_is_expected_only_where_a_curve_was_measured(target, monkeypatch):
     plan = dict(num_prompts=9, tokens=8000, text_s=60.0, steps=5, head_s=90.0, tau=None)
     assert "none is expected" in sentences(small(target), plan)[-1]
     assert "expected tau 1.80" in sentences(small(target), plan | {"tau": 1.8})[-1]
+
+
+REFUSED = [
+    (dict(minutes=math.inf), "minutes is inf; expected a number above 0"),
+    (dict(epochs=math.inf), "epochs is inf"),
+    (dict(seed=-1), "seed is -1; expected 0 to"),
+    (dict(draft_vocab_size=-3), "draft_vocab_size is -3; expected 0 or more"),
+    (dict(objective="eagle4"), "objective is 'eagle4' .*; expected one of eagle1"),
+    (dict(prompt_source="self", prompts="x.jsonl"), "prompts is 'x.jsonl'; expected none"),
+    (dict(prompt_source="file"), "prompts is ''; expected a file"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_be_made_is_refused_at_once(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(small("zoo/target", **changes))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Writes a response in 0.5 s, of 200 tokens, and takes a step in 0.4 s; ends where told."""
+    ends = []
+
+    def regenerate(config, folder):
+        folder.mkdir(exist_ok=True)
+        path = folder / "responses.jsonl"
+        before = len(path.read_text()) if path.exists() else 0
+        if "text" in ends:
+            ends.remove("text")
+            path.write_text("r" * (config.num_prompts - 2))
+            raise Stopped
+        path.write_text("r" * config.num_prompts)
+        session = {"run_s": 0.5 * (config.num_prompts - before)}
+        report.write_json(folder / "report.json", {"session": session})
+
+    def seconds_per_step(_):
+        if "head" in ends:
+            ends.remove("head")
+            raise Stopped
+        return 0.4
+
+    at = "experiments.make_head."
+    monkeypatch.setattr(at + "regenerate.regenerate", regenerate)
+    monkeypatch.setattr(at + "seconds_per_step", seconds_per_step)
+    monkeypatch.setattr(at + "split_text", lambda *_: {"tokens": 64 * 200})
+    for name in ("recipe.head_config", "train_head.validate", "HeadExperiment"):
+        monkeypatch.setattr(at + name, lambda *_: None)
+    return ends
+
+
+def planned(folder, minutes=60.0, **changes):
+    config = resolve(small("zoo/target", num_prompts=None, **{"minutes": minutes, **changes}))
+    plan = make_plan(config, folder, None, time.monotonic() + 60 * minutes)
+    return config, plan
+
+
+@pytest.mark.parametrize("steps", [None, 1000])
+def test_a_plan_is_the_same_wherever_a_kill_came_and_fits_the_time(machine, tmp_path, steps):
+    _, whole = planned(tmp_path, steps=steps)
+    assert 50 < whole["minutes"] <= 60 and whole["head_s"] == 0.4 * whole["steps"] > 300
+    for number, end in enumerate(("text", "head"), 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        machine.append(end)
+        with pytest.raises(Stopped):
+            planned(folder, steps=steps)
+        _, plan = planned(folder, steps=steps)
+        assert plan["num_prompts"] == pytest.approx(whole["num_prompts"], rel=0.01)
+        assert plan["prompt_s"] == whole["prompt_s"] == 0.5
+
+
+def test_a_plan_that_exceeds_the_time_says_so_with_the_minutes(machine, tmp_path):
+    config, plan = planned(tmp_path, 0.01, steps=2000)
+    assert plan["num_prompts"] == 64 and plan["minutes"] == pytest.approx(800 / 0.85 / 60, abs=0.1)
+    said = "about 15.7 minutes in all, more than the 0.01 that are given: at least 64 prompts"
+    assert said in "; ".join(sentences(config, plan))
+    assert "in all" not in "; ".join(sentences(config, plan | {"minutes": 0.01}))

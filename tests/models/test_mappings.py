@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax.numpy as jnp
@@ -154,3 +155,21 @@ def test_a_checkpoint_of_orbax_with_a_config_is_a_model(tmp_path, is_stacked):
     (tmp_path / "params" / "_METADATA").write_text("{")
     with pytest.raises(WeightsError, match="cannot be read as an orbax checkpoint"):
         load_model(tmp_path)
+
+
+def test_weights_that_cannot_be_used_are_named():
+    weights = named(random_weights(LLAMA), LLAMA)
+
+    def refused(at, w):
+        changed = weights | {at: w}
+        with pytest.raises(WeightsError) as error:
+            LoadedModel.from_params(
+                LLAMA, lambda *at: changed[at]() if at[0] == "q" else changed[at]
+            )
+        return str(error.value)
+
+    weights |= {at: functools.partial(np.asarray, w) for at, w in weights.items() if at[0] == "q"}
+    assert "o of layer 1 is not finite in float32" in refused(("o", 1), weights["o", 1] * np.nan)
+    assert "q of layer 1: ValueError('cannot reshape array of size 12" in refused(
+        ("q", 1), lambda: np.zeros(12).reshape(5)
+    )

@@ -291,3 +291,8 @@ def test_a_model_that_cannot_draft_or_take_trees_is_refused_in_one_line():
     tree = spec_jax.SpeculativeConfig("standalone", tree=(2, 2))
     with pytest.raises(ConfigError, match="takes no window_mask, which trees need"):
         spec_jax.SpeculativeDecoder(plain, target, tree)
+
+
+def test_a_function_of_other_arguments_is_no_reference():
+    with pytest.raises(ConfigError, match=r"logits is .*; expected a function \(params, tokens"):
+        spec_jax.certify(target=my_model.make(), logits=lambda tokens: tokens)

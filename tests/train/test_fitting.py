@@ -1,6 +1,7 @@
 """``new_head`` begins with the target's weights; ``fit_head`` follows the objective's own loss."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from support.eagle_heads import TARGET
 from support.tiny_models import random_weights
 
 import spec_jax
+from docs.examples import my_model
 from spec_jax.data.batches import Corpus, window_batches
 from spec_jax.drafters.eagle.objective import eagle3_loss
 from spec_jax.errors import ConfigError, TrainingError
@@ -48,11 +50,20 @@ def test_a_new_head_begins_with_the_targets_last_layer_and_keeps_frequent_tokens
 def test_what_cannot_be_trained_is_refused_before_it_is_compiled(target):
     head = spec_jax.new_head(target, "eagle3")
     short, other = Corpus("short", TEXT.tokens[:99]), Corpus("other", TEXT.tokens + 9)
+    foreign = spec_jax.LoadedModel("foreign", my_model.make().model, my_model.make().params)
     fit = functools.partial(spec_jax.fit_head, target, head)
     new = functools.partial(spec_jax.new_head, target)
     refused = {
         "objective is 'eagle4' .*; expected one of": lambda: new("eagle4"),
         "text= says which": lambda: new("eagle3", draft_vocab_size=9),
+        "draft_vocab_size is 0; expected an integer of 1": lambda: new(draft_vocab_size=0),
+        "text is a count, which counting uses up": lambda: new(
+            text=itertools.count(), draft_vocab_size=9
+        ),
+        "head new eagle3 is for a target of width .*; foreign is": lambda: spec_jax.fit_head(
+            foreign, head, TEXT, 1, length=10
+        ),
+        "batch is 0": lambda: fit(TEXT, 1, batch=0, length=10),
         "expected one that trains eagle heads": lambda: fit(TEXT, 1, length=10, objective="mtp"),
         "steps": lambda: fit(TEXT, 0),
         "length is 2; expected 3 to 256": lambda: fit(TEXT, 1, length=2),

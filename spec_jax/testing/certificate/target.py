@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,16 @@ def certify_target(
         cause where it can be told: length, mask, position.
       ShapeError, ConfigError: what the model returns breaks the contract.
     """
+    if logits is not None:
+        try:
+            inspect.signature(logits).bind(target.params, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"logits is {logits!r} ({error}); expected a function (params, tokens i32[B,T]) "
+                "-> logits [B,T,V]"
+            ) from error
+        except ValueError:  # a builtin without a signature
+            pass
     check_transfers()
     with usual_flags(), jax.default_matmul_precision("highest"):
         return _Run(target, logits, seed, tolerance).certify()
