@@ -184,8 +184,7 @@ def rollout(
     slots = -(-(S + max(x.lookahead_slots for x in systems)) // 128) * 128
     V = system.target.vocab_size
     temperature = system.drafter.defaults.draft_temperature
-    # A copy: outside of jit the sampler's arrays are donated.
-    seeds = jnp.array(seeds.astype(jnp.uint32))
+    seeds = jnp.asarray(seeds.astype(jnp.uint32))
     drawn = make_samplers(samplers, draft_samplers, B, V, seeds, temperature)
     fed = decoding.feed(params["target"], prompts, lengths, system, slots)
     observers = (*system.observers, LOGPROBS)

@@ -104,6 +104,7 @@ REFUSED = [
     ("train_head", {"mesh": "data:4"}, "batch is 2, which the mesh axis data:4 does not divide"),
     ("train_head", {"is_fully_sharded": True}, "is_fully_sharded is True, but there is no mesh"),
     ("train_head", {"export_from": "first"}, "export_from is 'first'; expected best or last"),
+    ("train_head", {"export_dtype": "int4"}, "export_dtype is 'int4'; expected one of float32"),
     ("train_head", {"export_format": "EAGLE-1"}, "'EAGLE-1'; expected one of SpecForge"),
     ("benchmark", {"peers.num_prompts": 0}, "peers.num_prompts is 0"),
     ("benchmark", {"peers.data": "no.jsonl"}, "data is 'no.jsonl', which cannot be read"),
