@@ -142,10 +142,15 @@ class Model(NamedTuple):
 
 @functools.cache
 def _tapped(model: Model, taps: tuple[int, ...]) -> Model:
-    if model.embedding is None or not model.takes("taps"):
+    parts = {
+        "embedding": model.embedding is not None,
+        "num_layers": model.num_layers > 0,
+        "taps of forward": model.takes("taps"),
+    }
+    if missing := ", ".join(name for name, is_there in parts.items() if not is_there):
         raise ConfigError(
-            "heads cannot draft for the target: its Model has no `embedding`, or its forward takes "
-            "no `taps`"
+            f"heads cannot draft for the target, whose Model has no {missing}; a function is "
+            "wrapped for heads by wrap(Tappable(states, unembed, embedding), ...)"
         )
     L = model.num_layers
     if wrong := [i for i in taps if not 0 <= i <= L + 1]:

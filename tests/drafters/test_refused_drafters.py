@@ -160,7 +160,7 @@ REFUSED = [
     (lambda: load_draft(".", TARGET, method="eagle3"), r"kind 'eagle3' \(did you mean eagle\?\)"),
     (lambda: load_draft(".", TARGET, method="mine"), "no drafter kind 'mine'; known: standalone"),
     (lambda: load_head("zoo/eagle3", None), "target is None; expected a LoadedModel"),
-    (lambda: load_head("zoo/eagle3", BARE), "has no `embedding`"),
+    (lambda: load_head("zoo/eagle3", BARE), "has no embedding"),
     (lambda: load_head("zoo/eagle3", TARGET, 3), "dtype is 3"),
     (lambda: load_head("zoo/eagle3", TARGET, "int8"), "dtype is 'int8'"),
     (lambda: random_head("config", jax.random.key(0)), "no drafter kind has heads of a str"),

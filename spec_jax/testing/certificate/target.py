@@ -127,7 +127,7 @@ class _Run:
         open_ends = (
             f"texts of more than {TOKENS} tokens, tokens past max_length, other batches, several "
             "devices",
-            "positions of blocks",
+            "positions of blocks, states that heads tap",
             *(["the logits themselves: no function was given"] if self.logits is None else []),
         )
         model = self.model
