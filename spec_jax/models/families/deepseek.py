@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from spec_jax.config.checks import check
 from spec_jax.models import layers
+from spec_jax.models.caches.beside import BesideCache
 from spec_jax.models.caches.latent import LatentCache
 from spec_jax.models.checks import check_sizes, require
 from spec_jax.models.config import AttentionConfig
@@ -256,7 +257,8 @@ def _attention(layer, x_BTD, cache, index, window, config):
     latent = linear(x_BTD, layer, "kv_a")
     turned = _turn(latent[:, :, None, rank:], window, config)  # one key for all heads
     latent = rms_norm(latent[..., :rank], layer["kv_a_norm"], _LATENT_EPS)
-    attend = _attend_expanded if cache is None else _attend_latents
+    has_latents = isinstance(cache, LatentCache | BesideCache)
+    attend = _attend_latents if has_latents else _attend_expanded
     with jax.named_scope("attention"):
         out, cache = attend(layer["kv_b"], q, latent, turned, cache, index, window, config)
         return linear(out, layer, "o"), cache
