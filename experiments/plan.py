@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -216,11 +215,9 @@ _PROGRAMS = {"decode": decode_jobs, "prefill": prefill_jobs, "train": training_j
 def check_compilers(topologies: list[Topology]) -> None:
     """Raises ConfigError if programs for one of the topologies cannot be compiled here."""
     for topology in topologies:
-        if topology.compilers and not any(map(importlib.util.find_spec, topology.compilers)):
-            extra = {"tpu": "tpu", "gpu": "plan-gpu"}[topology.platform]
+        if topology.missing_compiler is not None:
             raise ConfigError(
-                f"{topology.compilers[0]} is not installed, which compiles for {topology.name}: "
-                f"pip install 'spec_jax[{extra}]', or ask for the analytic floors alone: "
+                f"{topology.missing_compiler}, or ask for the analytic floors alone: "
                 "--config.is_compiled=False"
             )
     for name, value in _WITHOUT_DEVICES.items():

@@ -30,6 +30,7 @@ from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, TrainingError
+from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.prompts import PromptEncoder
 from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
 from spec_jax.meshes import platform_of
@@ -46,7 +47,6 @@ SIGNATURES = "signatures"  # prompts of the standard library's functions
 ROLLOUTS = ("speculative", "plain", "invariant", "invariant-plain")
 OLD = ("recomputed", "rollout")
 FREE = ("steps", "log_every", "checkpoint_every_s", "eval_every", "compare_every", "export_dtype")
-_COPIES = ("ngram", "suffix")  # drafters without a model
 _HELD_OUT_SEEDS = 2**31  # of evaluations; those of steps count from 0
 
 
@@ -187,7 +187,7 @@ def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
     draft = None
     drafts = None
     if config.drafter != "none":
-        is_copy = config.drafter in _COPIES
+        is_copy = config.drafter in copying_methods()
         draft = None if is_copy else load_draft(config.drafter, target, "float32")
         method = config.drafter if is_copy else draft.method
         strategy = config.strategy

@@ -163,6 +163,17 @@ class Topology:
             return ("libtpu",)
         return ("jax_cuda13_plugin", "jax_cuda12_plugin") if self.chip.name in GPUS else ()
 
+    @property
+    def missing_compiler(self) -> str | None:
+        """What to install before it can be compiled for; None if nothing is missing."""
+        if not self.compilers or any(map(importlib.util.find_spec, self.compilers)):
+            return None
+        extra = {"tpu": "tpu", "gpu": "plan-gpu"}[self.platform]
+        return (
+            f"{self.compilers[0]} is not installed, which compiles for {self.name}: "
+            f"pip install 'spec_jax[{extra}]'"
+        )
+
     def describe(self) -> Any:
         """Returns JAX's description of the devices, for compiling without them.
 
@@ -178,12 +189,8 @@ class Topology:
             raise ConfigError(
                 f"topology is {self.name!r}; only TPUs and {', '.join(GPUS)} can be compiled for"
             )
-        if not any(map(importlib.util.find_spec, self.compilers)):
-            extra = {"tpu": "tpu", "gpu": "plan-gpu"}[self.platform]
-            raise ConfigError(
-                f"{self.compilers[0]} is not installed, which compiles for {self.name}: "
-                f"pip install 'spec_jax[{extra}]'"
-            )
+        if self.missing_compiler is not None:
+            raise ConfigError(self.missing_compiler)
         if self.platform == "gpu":
             return describe(self.chip.name, self.num_chips // self.host_devices, self.host_devices)
         options: dict[str, Any] = {}
