@@ -223,8 +223,7 @@ def make_head(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]
         raise ConfigError("make_head runs in one process; expected no --num_processes")
     head = report.begin("make_head", folder, resolved)
     target = load_model(config.target)
-    if target.tokenizer is None:
-        raise ConfigError(f"{target.name} has no tokenizer; expected tokenizer.json beside it")
+    cli.tokenizer_of(target)
     took = {}
 
     def timed(name: str, run, *args) -> Any:

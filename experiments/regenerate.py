@@ -361,8 +361,7 @@ def write_prompts(
       ConfigError: The chat template fails, or nothing that was written is a prompt.
     """
     target = decoder.target
-    if target.tokenizer is None:
-        raise ConfigError(f"{target.name} has no tokenizer; expected tokenizer.json beside it")
+    cli.tokenizer_of(target)
     if processes.count() > 1:
         raise ConfigError("prompt_source is 'self': write the prompts in one process first")
     opening = Opening.of(target.tokenizer, target.stop_tokens)

@@ -226,8 +226,7 @@ class RlExperiment:
         rules = self.placement.axis_rules
         self.dtype = config.dtype or ("float32" if platform_of(mesh) == "cpu" else "bfloat16")
         self.target = load_model(config.target, "float32", mesh=mesh, axis_rules=rules)
-        if self.target.tokenizer is None:
-            raise ConfigError(f"{self.target.name} has no tokenizer; expected tokenizer.json")
+        cli.tokenizer_of(self.target)
         width = config.prompt_tokens + config.max_new_tokens
         if width > self.target.max_length:
             raise ConfigError(

@@ -23,7 +23,9 @@ from ml_collections import ConfigDict, config_flags
 from experiments.run import config_help, distributed, inputs
 from spec_jax import compilation, processes
 from spec_jax.errors import ConfigError, SpecJaxError, did_you_mean
+from spec_jax.loading import LoadedModel
 from spec_jax.models.files import parse_json
+from spec_jax.models.tokenizer import Tokenizer
 
 flags.disclaim_key_flags()  # what is defined here counts as the main module's, for --help
 INPUTS = "inputs.json"  # checksums of what a run has read
@@ -163,6 +165,13 @@ def require_positive(config: ConfigDict, names: str, prefix: str = "") -> None:
         section = config[prefix] if prefix else config
         full = f"{prefix}.{name}" if prefix else name
         require(section[name] >= 1, config, full, "a positive integer")
+
+
+def tokenizer_of(model: LoadedModel) -> Tokenizer:
+    """Returns a model's tokenizer; raises ConfigError if it has none."""
+    if model.tokenizer is None:
+        raise ConfigError(f"{model.name} has no tokenizer; expected tokenizer.json beside it")
+    return model.tokenizer
 
 
 def json_object(config: ConfigDict, name: str) -> dict[str, Any]:

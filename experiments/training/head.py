@@ -320,11 +320,7 @@ class HeadExperiment:
             raise ConfigError(
                 f"length is {config.length}; the target holds {self.target.max_length} tokens"
             )
-        tokenizer = self.target.tokenizer
-        if tokenizer is None:
-            raise ConfigError(
-                f"{self.target.name} has no tokenizer; expected tokenizer.json beside it"
-            )
+        tokenizer = cli.tokenizer_of(self.target)
         folder = workdir / "data"
         data = config.data
         enough = config.eval.windows * config.length
