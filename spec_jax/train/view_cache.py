@@ -1,4 +1,4 @@
-"""The target's states kept on disk, for sweeps that train several heads on the same batches."""
+"""The target's states kept on disk, for several epochs and for sweeps that train several heads."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class ViewCache:
     A full cache keeps its oldest views, because the next run of a sweep begins with the batches
     of the first. A view is read back bit-equal. A file that cannot be read is computed again.
 
-    Each row is a file. Of several processes, each writes and reads the rows of its own devices, so
-    any number of processes can read what any other has written, from a folder that they share.
+    Each row is a file, named by its tokens and found whatever rows stand beside it: in the next
+    epoch batches are others. Of several processes, each writes and reads the rows of its own
+    devices, so any number of processes can read what any other has written, from a folder that
+    they share.
 
     Args:
       folder: The folder; it is created if it does not exist. Several runs may share it, one
@@ -80,12 +82,13 @@ class ViewCache:
           begins: i32[B,W], see ``Batch``.
         """
         tokens = np.asarray(tokens, np.int32)
-        name = hashlib.sha256(self._identity + repr(tokens.shape).encode() + tokens.tobytes())
-        if begins is not None:
-            name.update(np.asarray(begins, np.int32).tobytes())
+        size = repr(tokens.shape).encode()  # rounding depends on it
 
         def path(row):
-            return self.folder / f"{name.hexdigest()}.{row}.safetensors"
+            name = hashlib.sha256(self._identity + size + tokens[row].tobytes())
+            if begins is not None:
+                name.update(np.asarray(begins[row], np.int32).tobytes())
+            return self.folder / f"{name.hexdigest()}.safetensors"
 
         found = self._read(path, len(tokens))
         if not processes.any_process(found is None):

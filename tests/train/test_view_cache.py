@@ -55,6 +55,22 @@ def test_a_view_that_one_mesh_stored_is_read_to_another(tmp_path, one, other):
         assert {(row.start, row.stop) for row in rows} == {(0, 2), (2, 4)}
 
 
+def test_rows_are_found_beside_others(tmp_path):
+    """As in the next epoch, which draws the same windows in other batches."""
+    params = random_weights(LLAMA)
+    compute, tokens = Counted(params), np.asarray(random_tokens(4, 9))
+    begins = np.tile(np.int32([0] * 5 + [5] * 4), (4, 1))
+    views = cache(tmp_path, params)
+    first = [views.view(compute, tokens[rows], begins[rows]) for rows in ([0, 1], [2, 3])]
+    again = views.view(compute, tokens[[3, 0]], begins[[3, 0]])
+    assert compute.count == 2
+    for name in ("features", "hidden"):
+        expected = [getattr(first[1], name)[1], getattr(first[0], name)[0]]
+        np.testing.assert_array_equal(getattr(again, name), expected)
+    views.view(compute, tokens[[3, 0]])  # of one document each
+    assert compute.count == 3
+
+
 def test_a_full_cache_keeps_the_oldest(tmp_path):
     params = random_weights(LLAMA)
     compute = Counted(params)
