@@ -173,7 +173,12 @@ def refresh_step(
 
 def _features(target: Model, params: Params, tokens: jax.Array, drafter: Drafter) -> jax.Array:
     """dtype[B,T,E], ones in place of the target's states that a drafter reads."""
-    hidden = jax.eval_shape(target.forward, params["target"], tokens).hidden
+
+    def run(weights):
+        cache = target.init_cache(weights, *tokens.shape)
+        return target.forward(weights, tokens, cache).hidden
+
+    hidden = jax.eval_shape(run, params["target"])
     return jnp.ones((*hidden.shape[:2], len(drafter.shape.taps) * hidden.shape[2]), hidden.dtype)
 
 

@@ -96,7 +96,8 @@ def test_what_a_kind_says_of_its_passes_is_what_its_drafter_runs(pair, name):
     drafter = make_drafter(config, tapped_model(target, head), head)
     planned = roofline.round_work(target.config, head.config, K, Setting(1, SLOTS))
     params = {"head": head.params, "target": target.params}
-    step = passes.drafting_step(System(target.model, drafter, GREEDY, K), params, SLOTS, 1)
+    system = System(tapped_model(target, head), drafter, GREEDY, K)  # as a decoder has it
+    step = passes.drafting_step(system, params, SLOTS, 1)
     args = (params, jnp.zeros(1, jnp.int32), step.carry)
     flops = sum(one.count * one.work.flops for one in planned.passes if one.name != "verify")
     assert 2 * products(jax.make_jaxpr(step.run)(*args).jaxpr) == flops

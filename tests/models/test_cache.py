@@ -19,7 +19,7 @@ from support.tiny_models import (
 )
 
 from spec_jax.errors import ShapeError, SnapshotError
-from spec_jax.models import layers, transformer
+from spec_jax.models import transformer
 from spec_jax.models.caches import kv
 from spec_jax.models.caches.replay import replay
 from spec_jax.models.caches.snapshot import KVCacheSnapshot
@@ -193,8 +193,7 @@ def test_many_rows_are_written_and_masked_as_few_are(scan_layers, monkeypatch):
         return output.hidden, output.cache
 
     few = run()
-    for module in (kv, layers):
-        monkeypatch.setattr(module, "UNROLLED_ROWS", 2)
+    monkeypatch.setattr(kv, "UNROLLED_ROWS", 2)
     _feed.clear_cache()
     many = run()
     _feed.clear_cache()
