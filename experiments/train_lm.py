@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from configs import train_zoo_target
 from experiments.run import cli
 from experiments.training import run
-from experiments.training.lm import FREE, LmExperiment, check_resume, validate
+from experiments.training.lm import FREE, LmExperiment, validate
 
 
 def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] | None:
@@ -42,7 +42,7 @@ def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, float] |
       TrainingError: A loss is not finite, or a checkpoint cannot be saved or read.
     """
     validate(config)
-    return run.train(LmExperiment, "train_lm", config, workdir, FREE, check_resume=check_resume)
+    return run.train(LmExperiment, "train_lm", config, workdir, FREE)
 
 
 if __name__ == "__main__":

@@ -42,12 +42,11 @@ from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log
 from spec_jax.train.means import merge, report
-from spec_jax.train.optimizer import decay_begin, make_optimizer
+from spec_jax.train.optimizer import make_optimizer
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, train_step
 
 FREE = (
-    "steps",
     "log_every",
     "eval_every",
     "eval_windows",
@@ -92,29 +91,6 @@ def stated_model(config: ConfigDict) -> dict[str, Any]:
     hf = dict(text_part(read_json(pathlib.Path(config.model_json))))
     family_of_type(hf.get("model_type"))
     return hf
-
-
-def check_resume(saved: dict, config: dict, step: int) -> None:
-    """Checks that a run can be resumed: ``steps`` may change until the decay begins.
-
-    Args:
-      saved: The config of the run so far.
-      config: The config to resume with.
-      step: The step of the last checkpoint.
-
-    Raises:
-      ConfigError: It is too late to change ``steps``.
-    """
-    if saved["steps"] != config["steps"]:
-        begin = min(
-            min(decay_begin(c["steps"], c["optimizer"]["decay_share"]) for c in (saved, config)),
-            min(c["steps"] - round(c["steps"] * c["long_share"]) for c in (saved, config)),
-        )
-        if step > begin:
-            raise ConfigError(
-                f"steps was {saved['steps']} and is now {config['steps']}, but the run is at step "
-                f"{step}; it can change only up to step {begin}, before the schedule depends on it"
-            )
 
 
 def load_text(

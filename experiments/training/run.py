@@ -23,7 +23,7 @@ from spec_jax.show.tables import Section, Table
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.loop import train_loop
-from spec_jax.train.optimizer import set_end
+from spec_jax.train.optimizer import decay_begin, set_end
 from spec_jax.train.step import TrainState
 
 _TRIAL_STEPS = 4  # of which the first compiles
@@ -95,7 +95,6 @@ def train(
     workdir: str | pathlib.Path,
     free: Sequence[str],
     hidden: Sequence[str] = (),
-    check_resume: Callable[[dict, dict, int], None] | None = None,
 ) -> dict[str, float] | None:
     """Runs or resumes an experiment.
 
@@ -104,10 +103,9 @@ def train(
       name: The module of the main.
       config: The experiment's config, which was validated.
       workdir: The run's folder.
-      free: Keys that may change, and whose files may, before a run goes on.
+      free: Keys that may change, and whose files may, before a run goes on; and ``steps`` may until
+        the schedule depends on it.
       hidden: Keys of ``config.data`` that are not part of the saved config.
-      check_resume: Called with the saved config, this one and the last step; raises ConfigError if
-        the run cannot go on with it.
 
     Returns:
       The figures of the export; None if SIGTERM or Ctrl-C ended the run.
@@ -117,6 +115,7 @@ def train(
       TrainingError: A loss that is not finite, or a checkpoint that cannot be saved or read.
     """
     begin_s = time.monotonic()
+    free = free if config.get("minutes") else (*free, "steps")
     folder = cli.make_workdir(name, workdir).absolute()
     resolved = json.loads(config.to_json())
     for key in hidden:
@@ -129,8 +128,7 @@ def train(
         sums = {}
         if saved is not None:  # before the data is read, which may take long
             cli.check_same(saved, resolved | {"data_seen": saved.get("data_seen")}, free)
-            if check_resume is not None:
-                check_resume(saved, resolved, last)
+            _check_steps(saved, resolved, last)
             sums = cli.inputs_of(resolved, free)
             cli.check_inputs(folder, sums, is_loaded=False)
         with Notice("loading models and reading text", is_line=True):
@@ -178,6 +176,23 @@ def train(
     summary = [exported.summary] if exported.summary else []
     print("; ".join([*summary, f"exported to {folder / 'export'}"]))
     return exported.figures
+
+
+def _check_steps(saved: dict, config: dict, step: int) -> None:
+    """Raises ConfigError if it is too late to change ``steps``."""
+
+    def begin(values):
+        """Until which step any larger ``steps`` would give the same run."""
+        steps = values["steps"]
+        long = steps - round(steps * values.get("long_share", 0))  # of train_lm: of short windows
+        return min(decay_begin(steps, values["optimizer"]["decay_share"]), long)
+
+    last = min(begin(saved), begin(config))
+    if saved["steps"] != config["steps"] and step > last:
+        raise ConfigError(
+            f"steps was {saved['steps']} and is now {config['steps']}, but the run is at step "
+            f"{step}; it can change only up to step {last}, before the schedule depends on it"
+        )
 
 
 def seconds_per_step(experiment: Experiment) -> float:

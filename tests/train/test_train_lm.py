@@ -72,12 +72,17 @@ def test_loss_falls_and_the_export_is_the_trained_model(tmp_path, capsys):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
 def test_resuming_is_bit_exact(tmp_path, name):
+    """Even with other ``steps``, until the rates depend on them."""
     config = tiny(steps=6, checkpoint_every_s=0, eval_every=100)
-    config.optimizer.name = name
+    config.optimizer.update(name=name, decay_share=0.4)
     train_lm.train(config, tmp_path / "whole")
+    longer = config.copy_and_resolve_references()
+    longer.steps = 9
     with stopped_at(LmExperiment, 3):
-        train_lm.train(config, tmp_path / "halves")
+        train_lm.train(longer, tmp_path / "halves")
     train_lm.train(config, tmp_path / "halves")
+    with pytest.raises(ConfigError, match="only up to step 4"):
+        train_lm.train(longer, tmp_path / "halves")
     whole, halves = (
         checkpoint.load_pretrained(tmp_path / name / "export")[0] for name in ("whole", "halves")
     )
