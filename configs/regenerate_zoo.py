@@ -8,7 +8,7 @@ the last prompt has been taken.
 
     --config.prompts=FILE.jsonl      prompts, see comparison/prompts.py, or conversations
     --config.target=PATH --config.temperatures=0.0,1.0
-    --config.draft=PATH --config.k=4   a draft for speed; or "ngram", "suffix", or empty: none
+    --config.draft=PATH --config.k=4   a draft or a head for speed; or "ngram", "suffix"
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
-    config.draft = ""  # likewise, "ngram" or "suffix"; empty: plain decoding
+    config.draft = ""  # likewise, or a head, "ngram" or "suffix"; empty: plain decoding
     config.k = 2  # drafted tokens per round, if there is a draft
     config.rule = ""  # a lossless rule; empty: the default of the draft
     config.dtype = "float32"  # of the weights in memory

@@ -21,7 +21,6 @@ uninterrupted run.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -51,7 +50,7 @@ from spec_jax.errors import ConfigError
 from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, check_effect, room_for_prompt
-from spec_jax.loading import DTYPES, load_model
+from spec_jax.loading import DTYPES, load_draft, load_model
 from spec_jax.progress import Notice, Progress
 from spec_jax.show.tables import Section
 
@@ -132,18 +131,20 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
         for i, t in enumerate(config.temperatures)
     ]
     layers = dict(scan_layers=config.scan_layers, attention=config.attention)
-    load = functools.partial(load_model, dtype=config.dtype, mesh=where.mesh, **layers)
     variables = cli.json_object(config, "chat_template_kwargs")
-    target = load(config.target).with_chat_template_kwargs(variables)
+    target = load_model(config.target, config.dtype, mesh=where.mesh, **layers)
+    target = target.with_chat_template_kwargs(variables)
     draft = None
     speculative = None
     if config.draft:
-        has_model = config.draft not in copying_methods()
-        method = "standalone" if has_model else config.draft
-        draft = load(config.draft, axis_rules=where.draft_axis_rules) if has_model else None
-        speculative = SpeculativeConfig(
-            method, config.k, rejection_sampling_strategy=config.rule or None
-        )
+        method = config.draft
+        if method not in copying_methods():
+            placed = dict(mesh=where.mesh, axis_rules=where.draft_axis_rules)
+            placed["attention"] = config.attention
+            draft = load_draft(config.draft, target, config.dtype, **placed)
+            method = draft.method
+        rule = config.rule or None
+        speculative = SpeculativeConfig(method, config.k, rejection_sampling_strategy=rule)
     where.check_drafts([] if draft is None else [draft])
     decoder = SpeculativeDecoder(
         target, draft, speculative, target_sampler=samplers, **where.options(draft)

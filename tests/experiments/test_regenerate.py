@@ -93,6 +93,21 @@ def test_every_prompt_is_answered_as_the_decoder_answers_it_alone(run, pair):
 
 
 @pytest.mark.exhaustive
+def test_a_draft_that_is_no_model_changes_no_answer(pair, tmp_path):
+    config = tiny_config(max_position_embeddings=64, num_hidden_layers=2)
+    tokenizer = Tokenizer.from_directory(pair / "target")
+    checkpoint.save_pretrained(tmp_path / "target", random_weights(config), config, tokenizer)
+    answers = {}
+    for draft in ("", "self:1"):
+        folder = tmp_path / f"run{draft}"
+        greedy = dict(num_prompts=4, temperatures=(0.0,), draft=draft)
+        assert regenerate(small(tmp_path, **greedy), folder)["responses"] == 4
+        rows = map(json.loads, lines(folder))
+        answers[draft] = {row["index"]: row["response_ids"] for row in rows}
+    assert answers[""] == answers["self:1"]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.landing
 def test_a_killed_run_goes_on_to_the_same_lines(run, pair, tmp_path, capsys):
     with killed_at("responses.jsonl", 5):
