@@ -93,7 +93,7 @@ def get_config() -> ConfigDict:
             "has_document_masks": False,
             "responses": placeholder(str),  # a JSONL file of experiments.regenerate
             "responses_share": 0.5,  # of the windows that are responses
-            "view_cache": placeholder(str),  # a folder that caches the target's states, for sweeps
+            "view_cache": placeholder(str),  # a folder that keeps the target's states
             "view_cache_gb": 10.0,  # its maximum size
         }
     )
