@@ -8,9 +8,24 @@ import numpy as np
 
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError, Row
+from spec_jax.testing.certificate import certify
 from spec_jax.testing.certificate.forcing import Drafting, Forced, force_all
 from spec_jax.testing.certificate.rounds import check_round
 from spec_jax.testing.certificate.subjects import Subject, certified_rows, make_subject, prefixes
+
+
+def run_of(rule="residual", make=None, num_rows=2, **options) -> certify._Run:
+    """A certificate of which no check has run, so that a test runs the one that it is about.
+
+    Args:
+      rule: the rule, or its name.
+      make: ``make(target)`` or the drafter; None: a toy draft model.
+      num_rows: how many of a certificate's settings; None: all, of which the last are greedy.
+      **options: of ``certify``.
+    """
+    run = certify._Run(to_rule(rule), make, **options)
+    run.rows = run.rows[:num_rows]
+    return run
 
 
 class Rounds(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance.rounds import run_of
 
 from spec_jax import testing
 from spec_jax.config import SamplerConfig, SpeculativeConfig
@@ -126,9 +127,11 @@ def test_a_processor_that_forgets_the_drafts_is_found():
 
 
 @pytest.mark.exhaustive
-def test_a_decoder_with_it_is_certified():
-    certificate = testing.certify("residual", processors=[REPEATS], trials=300)
-    assert "repeats" in str(certificate)
+def test_rounds_and_the_loop_are_certified_with_it():
+    run = run_of(processors=(REPEATS,))
+    run._enumerate(run.main, 2)
+    run._loop(run.main)
+    assert "repeats" in str(run.certificate(None))
 
 
 def test_of_a_tree_each_node_follows_its_own_path():

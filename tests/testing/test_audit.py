@@ -189,14 +189,13 @@ def zoo(num_prompts, num_tokens, batch=1):
 
 
 @pytest.mark.exhaustive
-def test_honest_decoding_is_explained_and_planted_defects_are_bugs():
+def test_honest_decoding_is_explained_and_a_planted_defect_is_a_bug():
     run = zoo(4, 24, batch=2)
     honest = run.audit(run.decoder, has_all_rows=True)
     assert len(honest) == 4 and all(row.verdict in ("identical", "rounding") for row in honest)
     assert max(max(row.pooled) for row in honest) < 1.2
-    for name in ("position_off_by_one", "low_precision_cache"):
-        rows = run.audit(DEFECTS[name](run.decoder))
-        assert rows and all(row.verdict == "bug" for row in rows), name
+    rows = run.audit(DEFECTS["low_precision_cache"](run.decoder))
+    assert rows and all(row.verdict == "bug" for row in rows)
 
 
 @pytest.mark.exhaustive

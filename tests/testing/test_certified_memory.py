@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from conformance.rounds import run_of
 from support.remembering import HostMemories
 
 import spec_jax
@@ -55,8 +56,11 @@ def test_a_memory_whose_updates_are_counted_is_certified(memory):
 @pytest.mark.exhaustive
 def test_a_suffix_drafter_is_certified_with_its_memory():
     drafter = suffix(V, SuffixConfig(history_tokens=REMEMBERED))
-    certificate = spec_jax.certify(drafter=drafter, params=History(REMEMBERED))
-    (check,) = (c for c in certificate.checks if "from whose outputs suffix" in c.what)
+    run = run_of(make=drafter, params=History(REMEMBERED), num_rows=None)
+    assert "a memory" in dict(run.steps)
+    run._memory()
+    run._loop(run.main)
+    (check,) = (c for c in run.checks if "from whose outputs suffix" in c.what)
     assert check.p_value > 1e-4 and check.trials > 5_000
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance.rounds import run_of
 from support.decoders import mutant
 
 from spec_jax import rng
@@ -20,15 +21,10 @@ from spec_jax.decoding import Kind
 from spec_jax.drafters.standalone.model import standalone
 from spec_jax.named import to_rule
 from spec_jax.testing import CertificateError, toy_params
-from spec_jax.testing.certificate.certify import _TEXT, _Run
+from spec_jax.testing.certificate.certify import _TEXT
 from spec_jax.testing.certificate.loop import check_texts
 from spec_jax.testing.oracles import Row
 from spec_jax.tree import Tree
-
-
-def run_of(make=None, rule="residual", params=None):
-    """The checks of a certificate, none of which has run."""
-    return _Run(to_rule(rule), make, params)
 
 
 def warm_where(factor):
@@ -77,10 +73,10 @@ def warm_from(params, context, num_draft):
 
 def test_a_certificate_ends_with_texts_of_four_two_and_one_draft():
     for rule in ("residual", "match"):
-        steps = [what for what, _ in run_of(rule=rule).steps]
+        steps = [what for what, _ in run_of(rule).steps]
         assert steps[-3:] == [f"texts with {k} drafts" for k in (4, 2, 1)]
     make = lambda target: standalone(target.model, Tree((0, 0, 1)))
-    assert [what for what, _ in run_of(make).steps][-2:] == [
+    assert [what for what, _ in run_of(make=make).steps][-2:] == [
         "the compiled loop",
         "texts with 3 drafts",
     ]
@@ -99,15 +95,16 @@ MUTANTS = {
 def test_a_drafter_that_is_wrong_with_its_own_noise_is_refused(name):
     make, rule, num_draft, match = MUTANTS[name]
     with pytest.raises(CertificateError, match=match):
-        run_of(make, rule)._text(num_draft)
+        run_of(rule, make, None)._text(num_draft)
 
 
 @pytest.mark.exhaustive
-def test_a_drafter_that_is_wrong_from_some_length_on_is_refused_for_every_length():
-    run = run_of(warm_where(warm_from), params={**toy_params(3, 1), "from": jnp.int32(_TEXT + 9)})
+def test_a_drafter_that_is_wrong_from_some_length_on_is_refused():
+    params = {**toy_params(3, 1), "from": jnp.int32(_TEXT + 9)}
+    run = run_of(make=warm_where(warm_from), num_rows=None, params=params)
     run._text(4)  # all texts are shorter
     assert run.checks[-1].p_value > 1e-4 and run.checks[-1].trials >= 10**5
-    for n in range(33):
+    for n in (0, 1, 5, 16, 31, 32):
         run._near.params["draft"]["from"] = jnp.int32(n)
         with pytest.raises(CertificateError, match=r"tokens \d+ to \d+ after|the first token"):
             run._text(4)
@@ -123,7 +120,7 @@ def test_a_coupled_rule_that_is_wrong_in_a_batch_of_one_is_refused():
             noise = noise.replace(gumbel=noise.gumbel[:, :, ::-1])
         return honest.accept(target, proposal, noise)
 
-    run = run_of(rule=honest._replace(accept=accept))
+    run = run_of(honest._replace(accept=accept), num_rows=None)
     run._text(1)
     with pytest.raises(CertificateError, match="as decoded by plain decoding"):
         run._text(1, is_last=True)
@@ -132,7 +129,7 @@ def test_a_coupled_rule_that_is_wrong_in_a_batch_of_one_is_refused():
 @pytest.mark.exhaustive
 def test_a_drafter_that_is_wrong_in_a_batch_of_one_is_refused():
     alone = lambda params, context, num_draft: 1.6 if len(context.length) == 1 else 1.0
-    run = run_of(warm_where(alone))
+    run = run_of(make=warm_where(alone), num_rows=None)
     with pytest.raises(CertificateError, match="proposes other drafts in a batch of one"):
         run._loop(run.main)
 

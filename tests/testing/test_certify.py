@@ -1,4 +1,4 @@
-"""One certificate: each defect is found by one call with defaults, and what is right passes.
+"""One certificate: each defect is found by one of its checks, and what is right passes.
 
 Each defect also says where it shows: after which text, and how probable a token is and should be.
 What is right and passes as a whole: the pages of docs (``tests/test_docs.py``).
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance.rounds import force
+from conformance.rounds import force, run_of
 from support.decoders import changed_draft, mutant
 
 import spec_jax
@@ -35,18 +35,9 @@ from spec_jax.testing.certificate.forcing import (
 WHERE = r"after the prompt \(.*\) and the output \(.*\), token \d has probability (1 - )?\d\.\d+"
 
 
-def caught(match: str, **kwargs) -> CertificateError:
-    with pytest.raises(CertificateError, match=match) as caught:
-        spec_jax.certify(**kwargs)
-    assert caught.value.certificate.failure == str(caught.value)
-    return caught.value
-
-
-def run_of(rule="residual", make=None, num_rows=2, **options):
-    """A certificate in few settings, of which no check has run."""
-    run = certification._Run(spec_jax.named.to_rule(rule), make, **options)
-    run.rows = run.rows[:num_rows]
-    return run
+def refused(words: str, check, *args) -> None:
+    with pytest.raises(CertificateError, match=words):
+        check(*args)
 
 
 def lossless(accept_row) -> Rule:
@@ -261,8 +252,9 @@ def accepts_draft(number: int) -> Rule:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_rule_that_is_wrong_at_one_draft_only_is_caught(number):
-    error = caught(WHERE, rule=accepts_draft(number))
-    assert f"(K={number}," in str(error) and len(error.certificate.num_draft) == number
+    run = run_of(accepts_draft(number))
+    run._enumerate(run.main, number - 1)
+    refused(rf"{WHERE}.*\(K={number},", run._enumerate, run.main, number)
 
 
 @pytest.mark.exhaustive
@@ -286,7 +278,8 @@ def test_a_greedy_row_of_the_loop_that_is_drawn_at_its_drafts_temperature_is_cau
         return scores, state.replace(sampler=own)
 
     monkeypatch.setattr(decode_round, "verify", verify)
-    caught(r"chi-square.*should have [01]\.000.*temperature 0\.0")
+    run = run_of(num_rows=None)
+    refused(r"chi-square.*should have [01]\.000.*temperature 0\.0", run._loop, run.main)
 
 
 def eager(target):
@@ -344,13 +337,14 @@ def test_a_draft_that_reads_the_targets_cache_is_certified_unless_it_writes_ther
         tokens = tokens.at[:, 0].set((tokens[:, 0] + 1) % 3)
         return proposal, state.replace(target=state.target.replace(tokens=tokens))
 
-    make = lambda target: early_exit(target.model, 1)
+    run = run_of(make=lambda target: early_exit(target.model, 1))
     if is_damaged:
         monkeypatch.setattr(decode_round, "draft", damaged)
-        caught(WHERE, drafter=make, trials=300)
+        refused("fresh prefill|has probability", run._loop, run.main)
         return
-    certificate = spec_jax.certify(drafter=make, trials=300)
-    assert certificate.failure is None and certificate.max_error <= 1e-6
+    run._enumerate(run.main, 1)
+    run._loop(run.main)
+    assert run.certificate(None).max_error <= 1e-6
 
 
 @pytest.mark.exhaustive
@@ -367,7 +361,11 @@ def test_top_p_before_temperature_is_caught(monkeypatch):
 
     honest = sampling.process_rows
     monkeypatch.setattr(sampling, "process_rows", process)
-    caught(WHERE + ".*top_p")
+    with pytest.raises(CertificateError, match=WHERE + ".*top_p") as caught:
+        spec_jax.certify()
+    certificate = caught.value.certificate
+    assert certificate.failure == str(caught.value) and "No certificate" in str(certificate)
+    assert "failed" in repr(certificate)
 
 
 @pytest.mark.exhaustive
@@ -379,7 +377,8 @@ def test_noise_reused_between_draft_and_residual_is_caught(monkeypatch):
         return pack(purpose, node) if is_own else pack(rng.Purpose.DRAFT, 1)
 
     monkeypatch.setattr(rng, "pack", shared)
-    caught("chi-square.*measured in")
+    run = run_of(num_rows=None, trials=4_000)
+    refused("chi-square.*measured in", run._loop, run.main)
 
 
 @pytest.mark.exhaustive
@@ -395,18 +394,22 @@ def test_a_drafter_with_noise_of_its_own_is_compared_with_its_report(is_biased, 
         return [int(draw.choice(3, p=None if is_biased else row)) for row in q], q
 
     host = spec_jax.host_drafter(drafts, is_sampled=True, vocab_size=3)
+    run = run_of(make=host)
+    run._enumerate(run.main, 1)
     if is_biased:
-        caught(r"host.* draws token \d with probability 0\.[23]\d+ .* reports 0", drafter=host)
+        refused(r"host.* draws token \d with probability 0\.[23]\d+ .* reports 0", run._draws)
         return
-    certificate = spec_jax.certify(drafter=host, trials=100)
-    assert certificate.failure is None and certificate.max_error <= 1e-6
+    run._draws()
+    run._loop(run.main)
+    certificate = run.certificate(None)
+    assert certificate.max_error <= 1e-6
     assert any("Context.gumbel" in text for text in certificate.not_proved)
 
 
 @pytest.mark.exhaustive
 def test_a_rule_that_emits_plain_decodings_tokens_is_certified_by_equality():
     make = lambda target: standalone(target.model)  # its parameters are another toy's
-    certificate = spec_jax.certify("match", make, trials=1000)
+    certificate = spec_jax.certify("match", make, trials=300)
     equal = [check.what for check in certificate.checks if check.method == "equality"]
     assert sum("of plain decoding" in what for what in equal) == 5  # one pads, three are long texts
     assert certificate.failure is None and 1e-6 < certificate.min_p_value
@@ -433,24 +436,36 @@ def emits_argmax(dtype, *, margin=0.0, is_coupled=False):
     return rule._replace(is_coupled=is_coupled, is_greedy=not is_coupled)
 
 
+def enumerate_drafts(run):
+    run._enumerate(run.main, 1)
+
+
+def loop(run):
+    run._loop(run.main)
+
+
 IS_ARGMAX = r"token \d should be \d as decoded by plain decoding"
-DEFECTS = {
-    **{x.__name__: ("drafter", changed_draft(x), words) for x, words in PROPOSALS.items()},
-    "keeps a rejected draft": ("drafter", keeps_a_rejected_draft, "not that of a fresh prefill"),
-    "reads what was rejected": ("drafter", reads_what_was_rejected, "not that of a fresh prefill"),
-    "reads its place": ("drafter", mutant(seed_of_a_place), "in another place of the batch"),
-    "a bonus is an argmax": ("rule", lossless(bonus_is_an_argmax(is_stated=True)), WHERE),
-    "a bonus seems drawn": ("rule", lossless(bonus_is_an_argmax(is_stated=False)), WHERE),
-    "greedy as its draft": ("rule", lossless(greedy_as_its_draft_is), WHERE + AT_0),
-    "bfloat16": ("rule", emits_argmax(jnp.bfloat16), IS_ARGMAX),
-    "bfloat16, coupled": ("rule", emits_argmax(jnp.bfloat16, is_coupled=True), IS_ARGMAX),
-    "margin": ("rule", emits_argmax(jnp.float32, margin=1e-3), IS_ARGMAX),
+NOT_FRESH = "not that of a fresh prefill"
+# What is wrong, the check that finds it, and what that says.
+DRAFTERS = {
+    **{f.__name__: (changed_draft(f), enumerate_drafts, words) for f, words in PROPOSALS.items()},
+    "keeps a rejected draft": (keeps_a_rejected_draft, loop, NOT_FRESH),
+    "reads what was rejected": (reads_what_was_rejected, loop, NOT_FRESH),
+    "reads its place": (mutant(seed_of_a_place), loop, "in another place of the batch"),
+}
+RULES = {
+    "a bonus is an argmax": (lossless(bonus_is_an_argmax(True)), enumerate_drafts, WHERE),
+    "a bonus seems drawn": (lossless(bonus_is_an_argmax(False)), enumerate_drafts, WHERE),
+    "greedy as its draft": (lossless(greedy_as_its_draft_is), enumerate_drafts, WHERE + AT_0),
+    "bfloat16": (emits_argmax(jnp.bfloat16), loop, IS_ARGMAX),
+    "bfloat16, coupled": (emits_argmax(jnp.bfloat16, is_coupled=True), loop, IS_ARGMAX),
+    "margin": (emits_argmax(jnp.float32, margin=1e-3), loop, IS_ARGMAX),
 }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("defect", [*DRAFTERS, *RULES])
 def test_a_part_with_one_defect_is_caught(defect):
-    name, part, words = DEFECTS[defect]
-    error = caught(words, trials=300, **{name: part})
-    assert "No certificate" in str(error.certificate) and "failed" in repr(error.certificate)
+    part, check, words = (DRAFTERS | RULES)[defect]
+    options = dict(make=part) if defect in DRAFTERS else dict(rule=part)
+    refused(words, check, run_of(**options, num_rows=None))

@@ -130,20 +130,23 @@ def test_the_honest_drafter_draws_as_it_reports():
     assert one_draft().drafting.draws_as_reported(one_draft().forced).all()
 
 
+@functools.cache
+def three_drafts(kind):
+    """Rounds of deterministic drafts or of a tree, of the package's rule."""
+    subjects = other_drafters(to_rule("residual"), make_subject(None, None, 0))
+    subject = next(s for s in subjects if s.drafter.name == kind)
+    return force(subject, 3, num_tokens=2, batch=512)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["scripted", "tree"])
 @pytest.mark.parametrize("name", ["sure-.9", "sure-.98", "sure-.999", "drops-1e-4", "bfloat16"])
 def test_deterministic_drafts_and_trees_show_the_same_defects(kind, name):
-    honest = to_rule("residual")
-    subject = next(
-        s for s in other_drafters(honest, make_subject(None, None, 0)) if s.drafter.name == kind
-    )
     change = MUTANTS[name]
     accept = chain_or_tree(change(chain.residual), change(tree.residual))
-    rule = honest._replace(name="mutant", accept=accept)
-    rounds = force(subject, 3, rule=rule, num_tokens=2, batch=512)
+    rule = to_rule("residual")._replace(name="mutant", accept=accept)
     with pytest.raises(CertificateError, match=r"token \d has probability .* should have"):
-        rounds.check(rule)
+        three_drafts(kind).check(rule)
 
 
 def test_an_outcome_that_is_nearly_sure_is_tested_by_how_often_others_are_seen():
