@@ -1,7 +1,9 @@
 """Every kind of drafter, in chains and trees and with every rule, conforms.
 
 What that means is in ``spec_jax/testing/conformance.py``. A rule and a kind know nothing of each
-other, so each kind is tested with one rule, and each rule with two kinds.
+other, so each kind is tested with one rule, and each rule with two kinds. Nor do the loop, a queue
+and a mesh know a kind: whole calls and meshes are tested with one kind of each way to draft and one
+cache of each sort.
 """
 
 from __future__ import annotations
@@ -13,31 +15,28 @@ from spec_jax.config import METHODS
 from spec_jax.testing import conformance
 from spec_jax.testing.conformance import check_conformance
 
-BLOCKS = ("peagle", "dflash", "dflash2", "dspark", "treeflash")
-FAMILIES = [name for name in cells.SUBJECTS if "on " in name]
-HYBRIDS = ("self on qwen3.5", "on qwen3.5", "on deepseek", "on windows", "on qwen3.5 in a loop")
-SLIDING = ("on windows", "on windows in a loop", "eagle3 with a window")
-TREES = (
-    "standalone",
-    "self",
-    "eagle1",
-    "eagle3",
-    "eagle3 of few ids",
-    "mtp",
-    "gate",
-    *SLIDING,
-    *BLOCKS,
+HYBRIDS = ("self on qwen3.5", "on qwen3.5", "on deepseek", "on qwen3.5 in a loop")
+STATIC = (
+    *("standalone", "self", "eagle1", "eagle3 with a window", "mtp", "treeflash", "on windows"),
+    *("dflash", "dspark"),
 )
-KINDS = [name for name in cells.SUBJECTS if name not in FAMILIES and "mtp of" not in name]
+DYNAMIC = (
+    *("standalone", "eagle3", "eagle3 of few ids", "gate", "treeflash", "on windows in a loop"),
+    *("peagle", "dflash2"),
+)
+KINDS = [name for name in cells.SUBJECTS if "on " not in name and "mtp of" not in name]
 CHAINS = [f"{name}-chain-match" for name in cells.SUBJECTS]
 VARIANTS = ("eagle1", "eagle3 of few ids", "eagle3 with a window")
-BY_KIND = CHAINS + [f"{name}-{shape}-match" for name in TREES for shape in ("static", "dynamic")]
+BY_KIND = [
+    *CHAINS,
+    *(f"{name}-static-match" for name in (*STATIC, *HYBRIDS)),
+    *(f"{name}-dynamic-match" for name in DYNAMIC),
+]
 BY_RULE = [
     *(f"eagle3-chain-{rule}" for rule in ("greedy", "residual", "block", "logit-comparison")),
     *(f"suffix-chain-{rule}" for rule in ("greedy", "residual", "block", "typical-acceptance")),
     *(f"standalone-static-{rule}" for rule in ("greedy", "residual", "traversal")),
     *(f"mtp-dynamic-{rule}" for rule in ("greedy", "residual", "traversal")),
-    *(f"{name}-static-match" for name in HYBRIDS if name not in SLIDING),
 ]
 REPRESENTATIVES = (
     *(f"{name}-chain-match" for name in KINDS if name not in VARIANTS),
@@ -45,6 +44,8 @@ REPRESENTATIVES = (
     "eagle3-dynamic-match",
     "suffix-chain-residual",
 )
+WHOLE = ("suffix", "self", "eagle3", "mtp in turn", "dspark", "host")  # one of each way to draft
+OTHERS = [name for name in KINDS if name not in WHOLE]
 
 
 def test_every_kind_is_tested():
@@ -63,10 +64,8 @@ def test_rounds_conform(cell):
 @pytest.mark.parametrize(
     "cell",
     [
-        *(f"{name}-chain-match" for name in KINDS),
-        *(f"{name}-static-match" for name in HYBRIDS),
-        "standalone-static-residual",
-        "eagle3-chain-residual",
+        *(f"{name}-chain-match" for name in WHOLE),
+        *("standalone-static-residual", "eagle3-chain-residual", "on qwen3.5-static-match"),
     ],
 )
 def test_calls_conform(cell):
@@ -75,9 +74,14 @@ def test_calls_conform(cell):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", ["standalone", "suffix", "self", "eagle3", "mtp in turn", "dspark"]
-)
+@pytest.mark.parametrize("name", OTHERS)
+def test_rounds_without_drafts_and_in_the_last_slots_conform(name):
+    """Of ``CALLS`` those that run a kind's own code as no other check does."""
+    check_conformance(cells.decoder(name, "chain", "match"), ("idle", "end"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["standalone", "suffix", "eagle3", "mtp in turn", "dspark"])
 def test_decoders_of_adaptive_k_conform(name):
     """K by measured times; a head is given what rounds of K = 0 have kept for it."""
     checks = [*conformance.ROUNDS, "idle", "generate", "queue", "end"]
@@ -89,8 +93,8 @@ def test_decoders_of_adaptive_k_conform(name):
 @pytest.mark.parametrize(
     "cell",
     [
-        *(f"{name}-chain" for name in KINDS),
-        *(f"{name}-static" for name in ("standalone", *HYBRIDS)),
+        *(f"{name}-chain" for name in (*WHOLE, "eagle3 of few ids")),
+        *(f"{name}-static" for name in ("standalone", "on deepseek", "on qwen3.5 in a loop")),
         "eagle3-dynamic",
     ],
 )
