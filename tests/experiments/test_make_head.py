@@ -12,7 +12,6 @@ from support.runs import Stopped, check_run_files, killed_at, stopped_at
 from support.tiny_models import random_weights
 
 from configs import make_head_default
-from experiments.comparison import session
 from experiments.make_head import export, make_head, make_plan, resolve, sentences, split_text
 from experiments.run import report
 from experiments.training import recipe
@@ -74,11 +73,9 @@ def test_a_head_is_made_of_the_text_that_its_target_wrote(run, target, capsys):
         assert opening.prompt(row["prompt"], model.tokenizer) == of_index[row["index"]]
 
 
-KILLS = {
-    "prompts": lambda: killed_at("turns.jsonl", 20),
+KILLS = {  # the text, its prompts and the evaluation have tests of kills of their own
     "text": lambda: killed_at("responses.jsonl", 20),
     "head": lambda: stopped_at(HeadExperiment, 2),
-    "evaluation": lambda: killed_at(session.ANSWERS, 2),
 }
 
 

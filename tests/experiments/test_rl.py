@@ -1,10 +1,7 @@
 """The experiment that trains by reinforcement learning: what it learns, resumes and refuses."""
 
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 import types
 
 import jax
@@ -29,7 +26,6 @@ from spec_jax.models import transformer
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 OF = "support.rl_rewards"
 
 
@@ -92,12 +88,8 @@ def last_state(config, folder):
         return saved.restore(grpo.RlExperiment(config, folder).init_state())
 
 
-PHASES = {
-    "prompts": (grpo.RlExperiment, "batch_at"),
+PHASES = {  # where the state is as it was, then after each change of it or of a file
     "rollouts": (grpo.RlExperiment, "rollouts"),
-    "rewards": (grpo.RlExperiment, "rewards"),
-    "advantages": (grpo, "advantages"),
-    "update": (grpo, "train_step"),
     "memory": (grpo.RlExperiment, "_remember"),
     "log": (Log, "write"),
     "checkpoint": (Checkpoints, "save"),
@@ -116,7 +108,7 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_
 
     def stop(*args, **options):
         calls.append(args)
-        if len(calls) == (1 if phase in ("update", "export", "evaluation") else 3):
+        if len(calls) == (1 if phase in ("export", "evaluation") else 3):
             raise Stopped
         return whole(*args, **options)
 
@@ -125,28 +117,6 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_
         rl.train(config, tmp_path)
     assert rl.train(config, tmp_path).keys() == run[2].keys()
     equal(last_state(config, tmp_path), last_state(config, folder))
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_is_killed_goes_on_to_the_same_state(run, tmp_path, monkeypatch):
-    config, folder, _ = run
-    config = config.copy_and_resolve_references()
-    config.reward = f"{OF}:kills"
-    (tmp_path / "config.json").write_text(config.to_json())
-    code = (
-        "import json, pathlib, ml_collections\n"
-        "from experiments import rl\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "given = json.loads((folder / 'config.json').read_text())\n"
-        "rl.train(ml_collections.ConfigDict(given), folder / 'run')\n"
-    )
-    env = {**os.environ, "RL_CALLS": str(tmp_path / "calls")}
-    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    codes = [
-        subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT).returncode for _ in range(2)
-    ]
-    assert codes == [-9, 0]
-    equal(last_state(config, tmp_path / "run"), last_state(config, folder))
 
 
 def learn(config, steps):
@@ -173,13 +143,16 @@ def zoo(**changes):
     return config
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("drafter", ["ngram", "zoo/eagle3"])
-def test_twenty_steps_with_drafts_and_without_give_the_same_bits(drafter):
+FEW = pytest.param("zoo/eagle3", 3, marks=pytest.mark.exhaustive)
+MANY = [pytest.param(name, 20, marks=pytest.mark.measure) for name in ("ngram", "zoo/eagle3")]
+
+
+@pytest.mark.parametrize("drafter, steps", [FEW, *MANY])
+def test_steps_with_drafts_and_without_give_the_same_bits(drafter, steps):
     """Also the log-probabilities of the rollouts, which the ratios are computed with."""
     sampler = {"sampler.top_p": 0.95, "epochs": 2}
     runs = [
-        learn(zoo(drafter=drafter, rollouts=mode, **sampler), 20)
+        learn(zoo(drafter=drafter, rollouts=mode, **sampler), steps)
         for mode in ("invariant", "invariant-plain")
     ]
     for one, other in zip(*(run[2] for run in runs), strict=True):
@@ -206,7 +179,7 @@ def explain(experiment, policy, prompts, rows):
     assert value[best[0]] - value[best[1]] < 1e-4, "a bug: no rounding moves a logit that far"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.measure
 def test_steps_are_those_of_usual_plain_decoding_until_rounding_parts_two_tokens():
     """With log-probabilities recomputed nothing but the tokens can differ."""
     runs = [
@@ -471,19 +444,16 @@ def test_a_run_goes_on_once_its_reward_is_mended(run, tmp_path, monkeypatch):
             {"stages": ((6, 2),)},
             r"stages is .*; expected pairs \(rows, K\), of falling rows below 6",
         ),
-        ({"stages": ((4, 2), (5, 2))}, "stages is .*; expected pairs"),
         ({"stages": (4, 2)}, "stages is .*; expected pairs"),
         ({"stages": ((4, 2),), "rollouts": "invariant-plain"}, "stages is .*; expected none"),
         ({"clip": (0.2,)}, "clip is .*; expected two numbers"),
         ({"clip": (-1.0, 0.2)}, "clip is .*; expected two numbers"),
         ({"num_draft": 0}, "num_draft is 0; expected 1 or more; to decode without drafts"),
         ({"sampler.top_p": 2.0}, "top_p is 2.0; expected a number from"),
-        ({"sampler.top_k": -1}, "top_k is -1; expected an integer of 0"),
         ({"dtype": "int8"}, "dtype is 'int8'; expected float32, bfloat16, or empty"),
         ({"export_dtype": "bfloat"}, "export_dtype is 'bfloat'; expected one of float32"),
         ({"seed": -1}, "seed is -1; expected an integer of 0 or more"),
         ({"eval_every": -1}, "eval_every is -1; expected 0"),
-        ({"compare_every": -1}, "compare_every is -1; expected 0"),
         ({"reward": f"{OF}:nothin"}, "did you mean nothing"),
         ({"optimizer.lr": 0.0}, "optimizer.lr is 0.0; expected a number above 0"),
         ({"sampler.temperature": 0.0}, "sampler.temperature is 0.0; expected a number above 0"),

@@ -114,11 +114,10 @@ OBJECTIVES = {
     "eagle3": dict(fc_norm=True, norm_output=True),
     "mtp": dict(),
     "dspark": dict(block_size=4, markov_rank=8),
-    "dflash2": dict(block_size=4, selector_rank=8, selector_top_k=8),
     "peagle": dict(draft_vocab_size=200, num_layers=2, max_draft=4),
     "gate": dict(),  # of a kind that the tests register
 }
-LOGGED = {"peagle": {"loss_by_step_4"}, "dflash2": {"recall_3"}}
+LOGGED = {"peagle": {"loss_by_step_4"}}
 LOGGED |= {"dspark": {"accuracy_4", "confidence_bias_1", "tau_sampled"}}
 
 
@@ -132,7 +131,7 @@ def test_every_objective_trains_and_exports(files, tmp_path, objective):
     config.loss.update(loss)
     config.head.update(dict(draft_vocab_size=0) | OBJECTIVES[objective])
     config.data.responses = None
-    config.data.has_document_masks = objective in ("eagle3", "dflash2")
+    config.data.has_document_masks = objective in ("eagle3", "dspark")
     config.dtype = "bfloat16" if objective == "mtp" else "float32"
     config.optimizer.accumulate = 2 if objective == "dspark" else 1
     best = train_head.train(config, tmp_path)

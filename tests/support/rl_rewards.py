@@ -1,9 +1,6 @@
 """Rewards for tests of ``experiments.rl``, named as ``support.rl_rewards:NAME``."""
 
 import math
-import os
-import pathlib
-import signal
 
 
 def small_ids(prompt, output):
@@ -18,13 +15,3 @@ def nothing(prompt, output):
 
 def raises(prompt, output):
     raise LookupError("no such answer")
-
-
-def kills(prompt, output):
-    """As ``small_ids``, in a process that is killed once, at the 20th output."""
-    calls = pathlib.Path(os.environ["RL_CALLS"])
-    with open(calls, "ab") as file:
-        file.write(b".")
-    if calls.stat().st_size == 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return small_ids(prompt, output)
