@@ -3,7 +3,8 @@
     pytest -m measure tests/test_mutations.py    # about five CPU-seconds each
 
 Each changes one expression of a copy of the package, in which the named test must then fail;
-``support/mutants.py`` has the notation. The exhaustive tier tries those that are marked *.
+``support/mutants.py`` has the notation. The exhaustive tier tries those that are marked *, one or
+two of each room.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MUTATIONS = mutants.read("""
     kinds are exchanged
         round.emit: f_(x_, Kind.CORRECTED, Kind.BONUS) -> f_(x_, Kind.BONUS, Kind.CORRECTED)
         test_every_kind_is_recorded_where_it_happened
-    * finished rows go on
+    finished rows go on
         apply_limits: jnp.where(state.is_active, x_, 0) -> x_
         test_stop_token_inside_a_block_cuts_what_follows
     one token more than the limit
@@ -131,7 +132,7 @@ MUTATIONS = mutants.read("""
     residual: what has no probability is accepted
         chain.residual: x_ * q_d < p_d -> x_ * q_d <= p_d
         test_mutation_inclusive_boundary_is_caught_by_a_uniform_of_zero
-    * residual: replaced from the target itself
+    residual: replaced from the target itself
         chain.residual: jnp.maximum(p_ - q_, 0.0) -> p_
         test_every_setting_in_one_batch_matches_target_distribution[own-residual]
     block: more than certain
@@ -158,7 +159,7 @@ MUTATIONS = mutants.read("""
     every depth has the root's noise
         tree.match: noise.gumbel[depths_] -> noise.gumbel[0 * depths_]
         test_on_a_chain_a_tree_rule_is_the_chain_rule[match-sampled]
-    * one index for all rows
+    one index for all rows
         KVCache.commit: self.length + n -> self.length + n.max()
         test_state_after_accept_and_roll_back_equals_a_fresh_prefill
     all rows write where the first does
@@ -233,7 +234,7 @@ MUTATIONS = mutants.read("""
     norms less one are taken for factors
         layers.centred_norms: 1 + w -> w
         test_logits_of_a_directory_written_by_transformers
-    * groups of layers commit without the path
+    groups of layers commit without the path
         GroupedCache.commit: group.commit(n, path) -> group.commit(n, None)
         test_a_path_through_a_tree_equals_the_same_tokens_in_a_chain
     * replay feeds every pass in full
@@ -359,7 +360,7 @@ MUTATIONS = mutants.read("""
     * the nucleus is a token short
         _of_largest: jnp.cumsum(prob_, axis=-1) - prob_ -> jnp.cumsum(prob_, axis=-1)
         test_every_parameter_and_all_together_in_one_batch_of_mixed_rows
-    * a node's processor follows drafts of other paths
+    a node's processor follows drafts of other paths
         per_token: jnp.where(is_taken, new, old) -> new
         test_of_a_tree_each_node_follows_its_own_path
     a node is penalised for its own token

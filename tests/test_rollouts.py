@@ -151,8 +151,9 @@ def test_rows_that_finish_leave_and_the_others_go_on_with_another_k():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("draft", ["eagle", "ngram"])
-@pytest.mark.parametrize("name", ["data:2,tensor:4", "data:4,tensor:2"])
+@pytest.mark.parametrize(
+    "draft, name", [("eagle", "data:2,tensor:4"), ("ngram", "data:4,tensor:2")]
+)
 def test_a_mesh_of_eight_devices_changes_no_token(draft, name):
     of = decoder(draft, mesh=mesh(name))
     head = of.draft and of.draft.params

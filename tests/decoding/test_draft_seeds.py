@@ -107,7 +107,7 @@ def ways(kind, shape):
     "kind,shape",
     [
         ("standalone", "small"),
-        *((kind, "chain") for kind in ("standalone", "peagle", "dspark", "host", "custom")),
+        *((kind, "chain") for kind in ("standalone", "dspark", "host", "custom")),
     ],
 )
 def test_4000_requests_of_one_draft_sampler_have_the_targets_distribution(kind, shape):

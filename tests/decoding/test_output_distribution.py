@@ -100,8 +100,9 @@ def check_drafted(name, place, stats):
 name_of = lambda case: "-".join(case)
 # Of the exhaustive tier: each drafter with one of its rules, and some where the cache ends.
 DUE = [(*case, "inside") for case in zip(DRAWN, ("residual", "block") * 3)]
-DUE += [(*case, "inside") for case in CASES[2 * len(DRAWN) :]]
-DUE += [(name, "residual", "at the end") for name in ("host", "adaptive", "chain", "tree")]
+DUE += [("chain-on-mesh", "residual", "inside"), ("tree", "residual", "inside")]
+DUE += [("dynamic-tree", "traversal", "inside")]
+DUE += [(name, "residual", "at the end") for name in ("adaptive", "tree")]
 ALL = [(*case, "inside") for case in CASES]
 ALL += [(name, "residual", "at the end") for name in DECODERS]
 

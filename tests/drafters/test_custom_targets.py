@@ -43,13 +43,13 @@ def plain():
     return spec_jax.SpeculativeDecoder(my_model.make()).generate(PROMPT, 16).tokens
 
 
-OBJECTIVES = ("eagle1", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "treeflash")
-SMALL = {"dflash2": {"conv_group_size": 8, "selector_rank": 4}, "dspark": {"markov_rank": 4}}
+OBJECTIVES = ("eagle3", "peagle", "mtp", "dspark")  # one of each way to read a target
+SMALL = {"dspark": {"markov_rank": 4}}
 
 
-@pytest.mark.parametrize("name", [*OBJECTIVES, "wrapped eagle3", "wrapped dflash"])
+@pytest.mark.parametrize("name", [*OBJECTIVES, "wrapped eagle3"])
 @pytest.mark.representatives(name="eagle3")
-def test_every_kind_of_head_drafts_for_a_custom_target_and_changes_no_token(name):
+def test_a_head_drafts_for_a_custom_target_and_changes_no_token(name):
     target = wrapped() if "wrapped" in name else my_model.make()
     name = name.removeprefix("wrapped ")
     head = spec_jax.new_head(target, name, **SMALL.get(name, {}))
@@ -71,7 +71,7 @@ def test_a_head_for_a_custom_target_is_saved_and_loaded(name, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_kind_of_head_is_trained_on_a_custom_target(name):
+def test_a_head_is_trained_on_a_custom_target(name):
     target = my_model.make()
     head = spec_jax.new_head(target, name, **SMALL.get(name, {}))
     text = np.random.default_rng(0).integers(0, 48, (4, 24))

@@ -133,7 +133,6 @@ CALLS = [
     (lambda: draft("zoo/draft"), "attention 'flash' is not .*; known: auto"),
     (lambda: draft("zoo/eagle3"), "attention 'flash' is not .*; known: auto"),
     (lambda: transformer.model(LLAMA, (0, -1, 3, 4)), r"taps \[-1, 4\].*0 to 3"),
-    (lambda: RopeConfig("llama3", factor=2.0), "original_max_position"),
     (lambda: RopeConfig("yarn", factor=2.0), "original_max_position"),
     (lambda: EagleConfig.of_target(MAMBA2), "has none to copy"),
     (lambda: standalone(STUCK), "cannot rewind"),
@@ -146,7 +145,6 @@ CALLS = [
     (lambda: replace(DEEPSEEK, topk_group=5), "of which topk_group 5 are kept"),
     (lambda: replace(DEEPSEEK, num_experts_per_tok=5), "is 5; the 2 groups kept have 4"),
     (lambda: replace(QWEN3_NEXT, partial_rotary_factor=0.4), "turns 3 of 8 dimensions"),
-    (lambda: replace(QWEN3_NEXT, partial_rotary_factor=1.5), "turns 12 of 8 dimensions"),
 ]
 
 

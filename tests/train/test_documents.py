@@ -21,13 +21,11 @@ from spec_jax.train.placement import Placement
 from spec_jax.train.unroll import UnrolledCache
 
 HEADS = {
-    "eagle1": (UNROLLED["eagle-1"], {}),
     "eagle3": (EagleConfig.of_target(CONFIG, 3, 20), {"num_steps": 4}),
     "mtp": (UNROLLED["mtp"], {"num_steps": 3, "labels": "target"}),
     "sequential": (MtpConfig.of_target(CONFIG, num_modules=2, protocol="sequential"), {}),
     "peagle": (PEagleConfig.of_target(CONFIG, max_draft=4), {"num_anchors": 90}),
     "dspark": (BLOCKS["dspark"], {"num_anchors": 90}),
-    "treeflash": (BLOCKS["treeflash"], {"num_anchors": 90}),
 }
 LENGTHS = [[5, 41, 1, 33, 10], [64, 2, 20, 4]]  # of the documents of each window
 W = sum(LENGTHS[0])
@@ -59,7 +57,7 @@ def run(name, batch, mesh=None):
     """Loss, figures and gradients; the target's pass is part of it."""
     config, options = HEADS[name]
     objective, placement = registry.objective_of(config, None), Placement.of(mesh)
-    if name in ("dspark", "treeflash"):
+    if name == "dspark":
         objective = registry.objective_of(config, name)
     params = random_params(config)
     if name == "eagle3":

@@ -18,12 +18,10 @@ from spec_jax.train.objective import Batch, target_view
 from spec_jax.train.step import TrainState, train_step
 
 K = 4
-OPTIONS = {
-    "eagle-1": {"noise": 0.2},
-    "mtp": {"num_steps": K, "labels": "target"},
-    "dflash2": {"base_weight": 1.0},
-}
-HEADS = UNROLLED | BLOCKS | {"p-eagle": PEagleConfig.of_target(CONFIG, max_draft=K)}
+OPTIONS = {"mtp": {"num_steps": K, "labels": "target"}, "dflash2": {"base_weight": 1.0}}
+HEADS = {"eagle-3": UNROLLED["eagle-3, reduced, normed"], "mtp": UNROLLED["mtp"]}
+HEADS |= {name: BLOCKS[name] for name in ("dspark", "dflash2")}
+HEADS |= {"p-eagle": PEagleConfig.of_target(CONFIG, max_draft=K)}
 PROMPTS = [np.random.default_rng(n).integers(0, 31, n).tolist() for n in (3, 9, 5, 12)]
 
 
