@@ -462,6 +462,15 @@ MUTATIONS = mutants.read("""
     a rollout's features lie a token late
         rollouts._features.update: of.columns - 1 -> of.columns
         test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]
+    a step is trained on the model's own probabilities
+        objective.logprobs: (of(warm), of(logits)) -> (of(logits), of(logits))
+        test_the_loss_is_the_formulas
+    * noise of a step is used again
+        RlExperiment._batch: x_ + first_seed + y_ -> x_ + y_
+        test_noise_and_prompts_are_new_in_every_step
+    the reference stays the first policy
+        RlExperiment.step: after.replace(reference=reference) -> after
+        test_the_reference_is_the_policy_of_the_last_multiple_of_reference_every
     rows that went on alone are put into others' places
         rollouts.rollout: places[chosen] -> chosen
         test_rows_that_finish_leave_and_the_others_go_on_with_another_k

@@ -12,9 +12,8 @@ from support.meshes import mesh
 from support.tiny_heads import CONFIG, TARGET, UNROLLED, random_params
 
 import spec_jax
-from spec_jax import decoding, rollouts, testing
+from spec_jax import testing
 from spec_jax.config import TreeConfig
-from spec_jax.decoding.observers import put
 from spec_jax.errors import ConfigError, PromptError, ShapeError
 from spec_jax.meshes import use_mesh
 from spec_jax.models import transformer
@@ -112,22 +111,6 @@ def test_outside_of_jit_the_rows_are_the_same_and_the_callers_arrays_stay():
     check(found)
     inside = sampling(of, has_features=True)(TARGET.params, SEEDS)
     np.testing.assert_allclose(found.features, inside.features, atol=1e-4)
-
-
-@pytest.mark.exhaustive
-def test_probabilities_of_the_draft_in_place_of_the_targets_are_found(monkeypatch):
-    def update(seen, of):
-        K = of.proposal.probs.shape[1]
-        drafts = of.verdict.tokens[:, :K, None]
-        probs = jnp.take_along_axis(of.proposal.probs, drafts, axis=2)[..., 0]
-        seen = decoding.LOGPROBS.update(seen, of)
-        columns = jnp.where(of.is_accepted, of.columns, -1)[:, :K]
-        return seen.replace(processed=put(seen.processed, columns, jnp.log(probs)))
-
-    planted = decoding.LOGPROBS._replace(update=update, needs_probs=True)
-    monkeypatch.setattr(rollouts, "LOGPROBS", planted)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check(sampling(decoder("eagle"))(TARGET.params, SEEDS))
 
 
 @pytest.mark.exhaustive

@@ -204,10 +204,10 @@ def test_steps_are_those_of_usual_plain_decoding_until_rounding_parts_two_tokens
 one_pass = jax.jit(functools.partial(transformer.logits, config=CONFIG))
 
 
-def check_loss(rows):
-    """Asserts that loss and gradient are those of the formula in NumPy, by finite differences."""
+def test_the_loss_is_the_formulas():
+    """In NumPy, of rows of several lengths, with tokens that the filters drop by now."""
     tokens = jnp.asarray(np.random.RandomState(0).randint(0, 31, (3, 9)), jnp.int32)
-    is_output = jnp.asarray((np.arange(9) >= 4) & (np.arange(9) < np.asarray(rows)[:, None]))
+    is_output = jnp.asarray((np.arange(9) >= 4) & (np.arange(9) < np.asarray([[9], [7], [8]])))
     warm = SamplerConfig(temperature=1.5, top_k=14)
     other = jax.tree.map(lambda w: 0.9 * w, TARGET.params)
     above = np.asarray([1.0, -0.5, 2.0])
@@ -244,11 +244,6 @@ def check_loss(rows):
     is_clipped = np.asarray(is_output) & ((ratio < 0.8) | (ratio > 1.3))
     assert figures["clipped"].total == is_clipped.sum() > 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
-
-
-def test_the_loss_is_the_formulas():
-    """Of rows of several lengths, with tokens that the filters drop by now."""
-    check_loss([9, 7, 8])
 
 
 def test_gradients_are_finite_where_tokens_lie_past_the_edge_of_the_filters():
@@ -314,11 +309,8 @@ def test_short_answers_are_rewarded():
     assert rewards.is_short("", "") == 0
 
 
-# ------------------------------------------------------------------------------ planted defects
-
-
-def check_seeds(files):
-    """Asserts that no seed occurs in two steps, nor in a step and in an evaluation."""
+def test_noise_and_prompts_are_new_in_every_step(files):
+    """No seed occurs in two steps, nor in a step and in an evaluation."""
     experiment = grpo.RlExperiment(small(files, drafter="none"), pathlib.Path())
     steps = [experiment.batch_at(step) for step in range(9)]
     held_out = experiment._batch(experiment._held_out, grpo._HELD_OUT_SEEDS)
@@ -330,56 +322,13 @@ def check_seeds(files):
     assert (other.seeds != steps[0].seeds).all()
 
 
-def check_reference(files):
-    """Asserts that the reference is the policy of the last multiple of ``reference_every``."""
+@pytest.mark.exhaustive
+def test_the_reference_is_the_policy_of_the_last_multiple_of_reference_every(files):
     config = small(files, drafter="none", reference_every=2)
     _, state, _, figures = learn(config, 3)
     before = learn(config, 2)[1]
     equal(state.reference, before.train.params)
     assert float(figures["kl"].value) < 1e-9
-
-
-def test_noise_and_prompts_are_new_in_every_step(files):
-    check_seeds(files)
-
-
-@pytest.mark.exhaustive
-def test_the_reference_follows_the_policy_when_it_should(files):
-    check_reference(files)
-
-
-def of_models(function):
-    def planted(*args, **options):
-        return 2 * function(*args, **options)[1:]
-
-    return planted
-
-
-def with_old_noise(batch):
-    return lambda self, chosen, first_seed: batch(self, chosen, first_seed % 2)
-
-
-def that_is_stale(state):
-    return lambda self, **changes: state(self, **{"train": changes.get("train", self.train)})
-
-
-DEFECTS = {
-    "ratios of unfiltered distributions": (objective, "logprobs", of_models),
-    "noise is used again over steps": (grpo.RlExperiment, "_batch", with_old_noise),
-    "the reference is stale": (grpo.PolicyState, "replace", that_is_stale),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_planted_defects_are_found(defect, files, monkeypatch):
-    owner, name, plant = DEFECTS[defect]
-    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
-    with pytest.raises(AssertionError):
-        if owner is objective:
-            check_loss([9, 7, 8])
-        else:
-            (check_seeds if name == "_batch" else check_reference)(files)
 
 
 # ------------------------------------------------------------------------------------- bad input

@@ -1,4 +1,6 @@
-"""Mutants of the package: edits of its syntax tree, which reformatting and moving do not touch.
+"""Mutants of the package and of the experiments: edits of a syntax tree.
+
+Reformatting and moving do not touch them.
 
 A pattern is a Python expression. In it a name that ends in ``_`` stands for any expression, and
 ``f(...)`` for a call with any further arguments; the replacement may use both again.
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "spec_jax"
+FOLDERS = (ROOT / "spec_jax", ROOT / "experiments")
 
 
 class Mutation(NamedTuple):
@@ -61,9 +63,9 @@ def _definitions(node: ast.AST, prefix: str, has_tables: bool) -> Iterator[tuple
 
 @functools.cache
 def _package() -> list[tuple[str, pathlib.Path, ast.AST, ast.Module]]:
-    """Dotted name, file, definition and module of all that the package defines."""
+    """Dotted name, file, definition and module of all that may be changed."""
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in (path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))):
         module = ast.parse(path.read_text(encoding="utf-8"))
         dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         found += [(name, path, node, module) for name, node in _definitions(module, dotted, True)]

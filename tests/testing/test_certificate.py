@@ -5,7 +5,6 @@ Family-wise error of all chi-square tests together: ALPHA.
 
 from __future__ import annotations
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,29 +166,6 @@ def test_decoding_matches_target_distribution_at_vocabulary_4096(strategy, setti
     )
     options = dict(trials=5_000, batch=1_000, params=params, **settings)
     certify_decoder(rule(strategy), vocab_size=V, num_draft=1, num_tokens=1, **options)
-
-
-@pytest.mark.exhaustive
-def test_mutation_rollback_left_out_is_caught_by_chi_square():
-    """The target's cache keeps what rejected drafts wrote: the context is then wrong."""
-
-    @flax.struct.dataclass
-    class Keeps(testing.TokenCache):
-        def commit(self, n, path=None):
-            # The right length, over slots that were shifted by what should be forgotten.
-            kept = jnp.where(n[:, None] == 1, jnp.roll(self.tokens, -1, axis=1), self.tokens)
-            return self.replace(length=self.length + n, tokens=kept)
-
-    model = testing.toy_model(4)
-
-    def init_cache(params, batch, slots):
-        cache = model.init_cache(params, batch, slots)
-        return Keeps(cache.tokens, cache.length)
-
-    with pytest.raises(CertificateError, match="chi-square"):
-        certify_decoder(
-            rule("residual"), trials=40_000, target=model._replace(init_cache=init_cache)
-        )
 
 
 def test_chi_square_pools_rare_outcomes_and_refuses_impossible_ones():
