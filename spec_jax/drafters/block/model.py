@@ -146,6 +146,10 @@ def inject(
         states = context_states(head, features, config)
         window = Window.after(config.layer, cache, *states.shape[:2])
         for i in range(config.layer.num_hidden_layers):
+            # Or, on CUDA, XLA writes the matrices of all layers side by side, in every round.
+            states = jax.lax.platform_dependent(
+                states, cuda=jax.lax.optimization_barrier, default=lambda x: x
+            )
             new = keys_values(head["layers"][str(i)], states, window, config.layer)
             cache = cache.write(i, *new, window.sees.start)
         return cache.commit(n)
