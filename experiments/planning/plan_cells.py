@@ -24,7 +24,7 @@ from spec_jax.meshes import make_mesh
 from spec_jax.planning import roofline
 from spec_jax.planning.chips import Topology
 
-_VERSION = 7  # of what a cell holds
+_VERSION = 8  # of what a cell holds
 
 
 def place_of(topology: Topology, job: plan.Job | plan.TrainJob) -> dict:

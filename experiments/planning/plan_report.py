@@ -24,7 +24,7 @@ _HEADER = (
     "collectives",
     "coll. MB",
     "HBM GB",
-    "of floor",
+    "of count",
     "floor ms",
     "tok/s",
     *_SPEEDUPS,
@@ -87,10 +87,7 @@ def name(cell: dict) -> str:
 
 def _by_kind(cell: dict) -> str:
     kinds = cell["compiled"]["counted"]["collectives"].items()
-    return (
-        ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds)
-        or "no collectives"
-    )
+    return ", ".join(f"{n} {kind} of {size / 1e6:,.1f} MB" for kind, (n, size) in kinds)
 
 
 def _written(counted: dict) -> str:
@@ -173,7 +170,7 @@ def _row(cell: dict, cells: Sequence[dict]) -> list[str]:
         row["coll. MB"] = f"{sum(size for _, size in kinds) / 1e6:.1f}"
         row["HBM GB"] = gb(counted["hbm_bytes"])
         if analytic:
-            row["of floor"] = f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}"
+            row["of count"] = f"{counted['hbm_bytes'] / analytic['hbm_bytes']:.3f}"
     row["GB"] = gb(max(total, cell.get("prefill", {}).get("total", 0)))
     if cell["tok_s"] is not None:
         row["tok/s"] = f"{cell['tok_s']:,.0f}"
@@ -190,12 +187,14 @@ def sections(result: dict) -> list[Section]:
         f"{result['acceptance']['source']}"
     )
     meaning = (
-        "Bytes are of one device, collectives and HBM bytes of one round. Times are floors at the "
-        "chip's published peaks: no measurement, and no program reaches them. GB is the larger of "
-        "decoding and of prefill beside it, where that was compiled. The columns at 0.3 and 1 ms "
-        "are speed-ups if every pass takes so much more than its floor (launches, the host, "
-        "latency of links); docs/scale.md says what fits published figures. A queue's figures are "
-        "floors too: prefill and rounds take turns, and a draft's own prefill is left out."
+        "Bytes are of one device, collectives and HBM bytes of one round, copies those of a "
+        'cache. In "of count" a program\'s HBM bytes are divided by the counted ones: the rest '
+        "is what kernels write for others to read. Times are floors at the chip's published "
+        "peaks: no measurement, and no program reaches them. GB is the larger of decoding and of "
+        "prefill beside it, where that was compiled. The columns at 0.3 and 1 ms are speed-ups if "
+        "every pass takes so much more than its floor (launches, the host, latency of links); "
+        "docs/scale.md says what fits published figures. A queue's figures are floors too: "
+        "prefill and rounds take turns, and a draft's own prefill is left out."
     )
     if config["program"] == "train":
         head = cells[0]["draft"]
@@ -217,7 +216,7 @@ def sections(result: dict) -> list[Section]:
     numbers = _HEADER[2:5] + _HEADER[6:]
     counted = [cell for cell in cells if cell["compiled"] and cell["compiled"]["counted"]]
     parts = {
-        "Collectives": [f"{name(cell)}: {_by_kind(cell)}" for cell in counted],
+        "Collectives": [f"{name(cell)}: {kinds}" for cell in counted if (kinds := _by_kind(cell))],
         "Weights written": [
             f"{name(cell)}: {said}"
             for cell in counted

@@ -8,10 +8,10 @@ included and marked, and an asynchronous operation counts once, where it starts.
 ``traffic`` counts collectives and HBM bytes of these instructions, each as often as it runs, since
 the compiler's own analysis counts a loop's body once. An instruction reads its operands and writes
 its results; inside of a fusion nothing else is read or written. Slices count by their size, also
-where a fusion takes them of an operand, and an update in place by what it writes. A custom call
-that writes into an operand neither reads nor writes all of it: as much counts as its other operands
-hold. A grouped product of a TPU reads at most one matrix for each of its rows. Arrays in on-chip
-memory and scalars are free. Of a conditional the dearest branch counts.
+where a fusion takes them of an operand or of its sums, and an update in place by what it writes. A
+custom call that writes into an operand neither reads nor writes all of it: as much counts as its
+other operands hold. A grouped product of a TPU reads at most one matrix for each of its rows.
+Arrays in on-chip memory and scalars are free. Of a conditional the dearest branch counts.
 """
 
 from __future__ import annotations
@@ -783,6 +783,10 @@ def _part_used(program: Program, name: str, fusions: tuple[str, ...]) -> int | N
     for user, index in program.users.get(name, []):
         if user.opcode in _MOVED:
             parts.append(_part_used(program, user.name, fusions))
+        elif user.opcode == "reduce" and index == 0 and len(user.arrays) == 1:
+            part = _part_used(program, user.name, fusions)
+            summed = program.instructions[name].arrays[0].dims
+            parts.append(part and part * math.prod(summed) // math.prod(user.arrays[0].dims))
         elif user.kind == "fusion":
             inner = program.computations[user.called["calls"]]
             parts.append(_part_used(program, inner.parameters[index], (*fusions, user.name)))

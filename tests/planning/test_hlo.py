@@ -211,9 +211,9 @@ ENTRY %main (w: bf16[96,256,256], x: bf16[{rows},256]) -> bf16[{rows},256] {{
 
 
 # Two layers on a GPU. A stack, of which a slice is started and waited for, and of which another is
-# read in place by cuBLAS; two weights side by side in one of Triton's products; a weight that is
-# multiplied with one number a row and summed afterwards; experts that are chosen by number; all in
-# a round that is a command buffer.
+# read in place by cuBLAS; two weights side by side in one of Triton's products, whose sums are split,
+# and the columns of the second; a weight that is multiplied with one number a row and summed
+# afterwards; experts that are chosen by number; all in a round that is a command buffer.
 GPU = """\
 HloModule jit_generate, is_scheduled=true
 
@@ -244,6 +244,20 @@ HloModule jit_generate, is_scheduled=true
   ROOT %dot.0 = f32[2,4,640]{2,1,0} dot(%left, %right), lhs_batch_dims={0}, lhs_contracting_dims={1}, rhs_batch_dims={0}, rhs_contracting_dims={1}
 }
 
+%add.1 (x.1: f32[], y.1: f32[]) -> f32[] {
+  %x.1 = f32[] parameter(0)
+  %y.1 = f32[] parameter(1)
+  ROOT %sum.1 = f32[] add(%x.1, %y.1)
+}
+
+%summed (p.12: f32[2,4,640]) -> bf16[4,128] {
+  %p.12 = f32[2,4,640]{2,1,0} parameter(0)
+  %zero.2 = f32[] constant(0)
+  %sums = f32[4,640]{1,0} reduce(%p.12, %zero.2), dimensions={0}, to_apply=%add.1
+  %rounded = bf16[4,640]{1,0} convert(%sums)
+  ROOT %second = bf16[4,128]{1,0} slice(%rounded), slice={[0:4], [512:640]}
+}
+
 %multiplied (p.8: bf16[256], p.9: bf16[256,128]) -> bf16[256,128] {
   %p.8 = bf16[256]{0} parameter(0)
   %p.9 = bf16[256,128]{1,0} parameter(1)
@@ -269,6 +283,7 @@ HloModule jit_generate, is_scheduled=true
   %in_place = (bf16[4,512]{1,0}, s8[4194304]{0}) fusion(%c.4, %c.0, %c.6), kind=kCustom, calls=%address_computation
   %fusion-done = bf16[1,256,512]{2,1,0} fusion-done(%fusion-start)
   %gemm = f32[2,4,640]{2,1,0} fusion(%c.4, %c.1, %c.2), kind=kCustom, calls=%joined, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %columns = bf16[4,128]{1,0} fusion(%gemm), kind=kLoop, calls=%summed
   %row = bf16[256]{0} slice(%c.4), slice={[0:1], [0:256]}
   %written = bf16[256,128]{1,0} fusion(%row, %c.2), kind=kLoop, calls=%multiplied
   ROOT %experts = bf16[3,64,32]{2,1,0} fusion(%c.3, %c.5), kind=kLoop, calls=%chosen
@@ -295,6 +310,7 @@ def test_a_gpus_fusions_products_and_slices_move_what_they_name():
         "fusion-start": (layer, layer),
         "in_place": (rows + layer, 2 * 4 * 512),  # and none of cuBLAS's scratch memory
         "gemm": (rows + layer + 2 * 256 * 128, 4 * 2 * 4 * 640),
+        "columns": (2 * 4 * 4 * 128, 2 * 4 * 128),
         "row": (2 * 256, 2 * 256),
         "written": (2 * 256 + 2 * 256 * 128, 2 * 256 * 128),
         "experts": (choice + 4 * 3, choice),
