@@ -211,8 +211,8 @@ ENTRY %main (w: bf16[96,256,256], x: bf16[{rows},256]) -> bf16[{rows},256] {{
 
 
 # Two layers on a GPU. A stack, of which a slice is started and waited for, and of which another is
-# read in place by cuBLAS; two weights side by side in one of Triton's products, whose sums are split,
-# and the columns of the second; a weight that is multiplied with one number a row and summed
+# read in place by cuBLAS; two weights side by side in one of Triton's products, whose sums are
+# split, and the columns of the second; a weight that is multiplied with one number a row and summed
 # afterwards; experts that are chosen by number; all in a round that is a command buffer.
 GPU = """\
 HloModule jit_generate, is_scheduled=true

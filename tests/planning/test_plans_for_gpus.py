@@ -50,10 +50,9 @@ def compiled(name, chips, drafts, batch, slots=2048, **job):
     return job, found, ratio
 
 
-def check(job, found, ratio, most, rewrites=0):
+def check(job, found, ratio, most):
     counted, needs = found.counted, found.needs
-    assert counted.copies == [] and counted.in_branches == 0
-    assert len(counted.rewrites) == rewrites
+    assert counted.copies == [] and counted.rewrites == [] and counted.in_branches == 0
     assert needs.aliased == needs.state
     assert needs.temporaries <= 0.05 * needs.params
     assert ratio <= most
@@ -62,15 +61,16 @@ def check(job, found, ratio, most, rewrites=0):
 EXHAUSTIVE = pytest.mark.exhaustive
 MEASURE = pytest.mark.measure
 ONE = [  # on one H100: drafts, rows, and at most how many of the counted bytes
-    # With many rows scores of attention, and partial sums of products that XLA splits, are more.
+    # With many rows scores of attention are more, and partial sums of products that XLA splits: with
+    # XLA_FLAGS=--xla_gpu_experimental_force_split_k=1 it splits none.
     pytest.param(EAGLE, 1, 1.10, marks=EXHAUSTIVE),
     pytest.param(PLAIN, 1, 1.05, marks=MEASURE),
     pytest.param(DFLASH, 1, 1.10, marks=MEASURE),
     pytest.param(NGRAM, 1, 1.10, marks=MEASURE),
     pytest.param(PLAIN, 8, 1.05, marks=MEASURE),
-    pytest.param(EAGLE, 8, 1.25, marks=MEASURE),
+    pytest.param(EAGLE, 8, 1.20, marks=MEASURE),
     pytest.param(NGRAM, 8, 1.25, marks=MEASURE),
-    pytest.param(DFLASH, 8, 1.35, marks=MEASURE),
+    pytest.param(DFLASH, 8, 1.30, marks=MEASURE),
     pytest.param(PLAIN, 64, 1.20, marks=MEASURE),
     pytest.param(EAGLE, 64, 1.40, marks=MEASURE),
 ]
@@ -78,9 +78,7 @@ ONE = [  # on one H100: drafts, rows, and at most how many of the counted bytes
 
 @pytest.mark.parametrize("drafts, batch, most", ONE)
 def test_a_round_on_one_gpu_reads_weights_and_caches_in_place(drafts, batch, most):
-    # XLA writes 8 of the matrices of DFlash's keys and values side by side.
-    rewrites = 8 if drafts is DFLASH else 0
-    check(*compiled("llama-3.1-8b", "h100:1", drafts, batch), most, rewrites)
+    check(*compiled("llama-3.1-8b", "h100:1", drafts, batch), most)
 
 
 @pytest.mark.parametrize(
