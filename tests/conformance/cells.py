@@ -50,7 +50,9 @@ FAMILIES = {
         tiny_models.QWEN35_MOE, num_hidden_layers=4, layer_types=LOOP, scan_layers=True
     ),
 }
-EXITS = {"bamba": 2, "qwen3.5 in a loop": 2, "windows": 2, "windows in a loop": 2}
+# The layers after which a target of each cache drafts for itself.
+EXITS = {"llama in a loop": 1, "deepseek": 1, "qwen3.5": 1}
+EXITS |= {"bamba": 2, "qwen3.5 in a loop": 2, "windows": 2}
 OWN_KINDS = (gate_kind.KIND, block_kind.KIND)
 SHAPES = {
     "chain": {"num_speculative_tokens": K},
@@ -127,8 +129,8 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     **{f"on {name}": lambda config=config: of_family(config) for name, config in FAMILIES.items()},
     "self": lambda: early_exit(LLAMA),
     **{
-        f"self on {name}": lambda name=name: early_exit(FAMILIES[name], EXITS.get(name, 1))
-        for name in FAMILIES
+        f"self on {name}": lambda name=name, n=n: early_exit(FAMILIES[name], n)
+        for name, n in EXITS.items()
     },
     "gate": lambda: headed(gate_kind.new(LLAMA)),
     "block": lambda: headed(block_heads.new(LLAMA.hidden_size, LLAMA.vocab_size, taps=(1, 3))),
