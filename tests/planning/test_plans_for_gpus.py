@@ -61,8 +61,8 @@ def check(job, found, ratio, most):
 EXHAUSTIVE = pytest.mark.exhaustive
 MEASURE = pytest.mark.measure
 ONE = [  # on one H100: drafts, rows, and at most how many of the counted bytes
-    # With many rows scores of attention are more, and partial sums of products that XLA splits: with
-    # XLA_FLAGS=--xla_gpu_experimental_force_split_k=1 it splits none.
+    # With many rows scores of attention are more, and partial sums of products that XLA splits; it
+    # splits none with XLA_FLAGS=--xla_gpu_experimental_force_split_k=1.
     pytest.param(EAGLE, 1, 1.10, marks=EXHAUSTIVE),
     pytest.param(PLAIN, 1, 1.05, marks=MEASURE),
     pytest.param(DFLASH, 1, 1.10, marks=MEASURE),
