@@ -8,7 +8,7 @@ the last prompt has been taken.
 
     --config.prompts=FILE.jsonl      prompts, see comparison/prompts.py, or conversations
     --config.target=PATH --config.temperatures=0.0,1.0
-    --config.draft=PATH --config.k=4   a draft or a head for speed; or "ngram", "suffix"
+    --config.draft=PATH --config.k=4   a draft or a head for speed, or "ngram", ...
 """
 
 from ml_collections import ConfigDict
@@ -21,11 +21,11 @@ def get_config() -> ConfigDict:
     """Returns the config; lengths are in tokens."""
     config = ConfigDict()
     config.target = "zoo/target"  # a zoo name, a Hugging Face directory or a hub id
-    config.draft = ""  # likewise, or a head, "ngram" or "suffix"; empty: plain decoding
+    config.draft = ""  # likewise, or a head, "ngram", "suffix", "self:N"; empty: none
     config.k = 2  # drafted tokens per round, if there is a draft
     config.rule = ""  # a lossless rule; empty: the default of the draft
     config.dtype = "float32"  # of the weights in memory
-    config.scan_layers = placeholder(bool)  # stack the layers; by default on TPUs
+    config.scan_layers = placeholder(bool)  # stack the target's layers; by default on TPUs
     config.attention = "auto"  # over caches; "xla": in blocks, up to the longest row
     config.mesh = ""  # devices to run on together, such as data:2,tensor:4; empty: one
     config.is_draft_replicated = False  # replicate drafts on the mesh

@@ -119,6 +119,8 @@ def _mark_tiers(config, items):
             item.add_marker(pytest.mark.exhaustive)
         for kind in ("representatives", "landing"):
             marker = item.get_closest_marker(kind)
+            if marker is not None and marker.kwargs:
+                raise pytest.UsageError(f"{item.nodeid}: {kind} takes ids, not {marker.kwargs}")
             if marker is not None and marker.args:
                 found[item.nodeid.split("[")[0], marker.args].add(item.callspec.id)
         marker = item.get_closest_marker("representatives")

@@ -184,8 +184,11 @@ def _check_steps(saved: dict, config: dict, step: int) -> None:
     def begin(values):
         """Until which step any larger ``steps`` would give the same run."""
         steps = values["steps"]
+        share = values["optimizer"].get("decay_share")
+        if share is None:  # constant rates
+            return math.inf
         long = steps - round(steps * values.get("long_share", 0))  # of train_lm: of short windows
-        return min(decay_begin(steps, values["optimizer"]["decay_share"]), long)
+        return min(decay_begin(steps, share), long)
 
     last = min(begin(saved), begin(config))
     if saved["steps"] != config["steps"] and step > last:

@@ -175,11 +175,11 @@ def _features(target: Model, params: Params, tokens: jax.Array, drafter: Drafter
     """dtype[B,T,E], ones in place of the target's states that a drafter reads."""
 
     def run(weights):
-        cache = target.init_cache(weights, *tokens.shape)
-        return target.forward(weights, tokens, cache).hidden
+        cache = target.init_cache(weights, len(tokens), 1)
+        return target.forward(weights, tokens[:, :1], cache).hidden
 
     hidden = jax.eval_shape(run, params["target"])
-    return jnp.ones((*hidden.shape[:2], len(drafter.shape.taps) * hidden.shape[2]), hidden.dtype)
+    return jnp.ones((*tokens.shape, len(drafter.shape.taps) * hidden.shape[2]), hidden.dtype)
 
 
 def drafting_step(system: System, params: Params, slots: int, batch: int) -> TimedPass:

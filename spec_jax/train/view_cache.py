@@ -90,26 +90,20 @@ class ViewCache:
                 name.update(np.asarray(begins[row], np.int32).tobytes())
             return self.folder / f"{name.hexdigest()}.safetensors"
 
-        found = self._read(path, len(tokens))
-        if not processes.any_process(found is None):
+        found = {row: _read(path(row)) for row in self._rows(len(tokens))}
+        if not processes.any_process(None in found.values()):
             return self._joined(found, len(tokens))
         view = self._placement.place(compute(tokens, begins))
-        self._write(path, view)
+        self._write(path, {path(row) for row, known in found.items() if known}, view)
         return view
 
-    def _read(self, path, batch: int) -> dict[int, dict[str, np.ndarray]] | None:
-        """The rows of this process; None if one cannot be read."""
+    def _rows(self, batch: int) -> set[int]:
+        """The rows of this process."""
         where = self._placement.rows((batch,))
         mine = [slice(None)]
         if where is not None:
             mine = [index[0] for index in where.addressable_devices_indices_map((batch,)).values()]
-        rows = {row for part in mine for row in range(batch)[part]}
-        try:
-            found = {row: load_file(path(row)) for row in sorted(rows)}
-        except (OSError, SafetensorError):
-            return None
-        is_whole = all(x.keys() == {"features", "hidden"} for x in found.values())
-        return found if is_whole else None
+        return {row for part in mine for row in range(batch)[part]}
 
     def _joined(self, found: dict[int, dict[str, np.ndarray]], batch: int) -> View:
         def join(name):
@@ -124,28 +118,41 @@ class ViewCache:
 
         return View(join("features"), join("hidden"))
 
-    def _write(self, path, view: View) -> None:
-        """Writes the rows whose first copy this process has, all of them or none."""
-        rows: dict[int, dict[str, np.ndarray]] = {}
+    def _write(self, path, known: set[pathlib.Path], view: View) -> None:
+        """Writes rows that are not known and whose first copy this process has, all or none."""
+        rows: dict[pathlib.Path, dict[str, np.ndarray]] = {}
         for name in ("features", "hidden"):
             for shard in getattr(view, name).addressable_shards:
                 if shard.replica_id == 0:
                     data = np.asarray(shard.data)
                     for row, x in enumerate(data, shard.index[0].start or 0):
-                        rows.setdefault(row, {})[name] = np.ascontiguousarray(x)
+                        rows.setdefault(path(row), {})[name] = np.ascontiguousarray(x)
+        for file in known & rows.keys():
+            del rows[file]
         size = sum(x.nbytes for row in rows.values() for x in row.values()) + 512 * len(rows)
         if size > self._left:
             return
-        for row, arrays in rows.items():
-            partial = path(row).with_suffix(".partial")
+        for file, arrays in rows.items():
+            partial = file.with_suffix(
+                f".{processes.index()}.partial"
+            )  # two may have equal windows
             try:
                 save_file(arrays, partial)
-                os.replace(partial, path(row))
-                self._left -= path(row).stat().st_size
+                os.replace(partial, file)
+                self._left -= file.stat().st_size
             except (OSError, SafetensorError):  # a full disk is a full cache
                 self._left = 0
                 partial.unlink(missing_ok=True)
                 return
+
+
+def _read(file: pathlib.Path) -> dict[str, np.ndarray] | None:
+    """The states of a window; None if they are not there, or damaged."""
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError):
+        return None
+    return found if found.keys() == {"features", "hidden"} else None
 
 
 def _fingerprint(target: dict, config: ModelConfig, taps: tuple[int, ...]) -> bytes:

@@ -46,6 +46,7 @@ REPRESENTATIVES = (
 )
 WHOLE = ("suffix", "self", "eagle3", "mtp in turn", "dspark", "host")  # one of each way to draft
 OTHERS = [name for name in KINDS if name not in WHOLE]
+SPLIT = ("dflash2", "treeflash", "peagle")  # with layers of their own, which a mesh splits
 
 
 def test_every_kind_is_tested():
@@ -93,7 +94,7 @@ def test_decoders_of_adaptive_k_conform(name):
 @pytest.mark.parametrize(
     "cell",
     [
-        *(f"{name}-chain" for name in (*WHOLE, "eagle3 of few ids")),
+        *(f"{name}-chain" for name in (*WHOLE, "eagle3 of few ids", *SPLIT)),
         *(f"{name}-static" for name in ("standalone", "on deepseek", "on qwen3.5 in a loop")),
         "eagle3-dynamic",
     ],

@@ -47,7 +47,7 @@ usual = functools.cache(texts)
 
 
 @pytest.mark.parametrize("flag", SAME)
-@pytest.mark.representatives(flag="x64")
+@pytest.mark.exhaustive
 def test_tokens_do_not_depend_on_a_flag_of_jax(flag):
     expected = usual()
     with SAME[flag]():

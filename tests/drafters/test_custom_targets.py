@@ -48,7 +48,7 @@ SMALL = {"dspark": {"markov_rank": 4}}
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, "wrapped eagle3"])
-@pytest.mark.representatives(name="eagle3")
+@pytest.mark.representatives("eagle3")
 def test_a_head_drafts_for_a_custom_target_and_changes_no_token(name):
     target = wrapped() if "wrapped" in name else my_model.make()
     name = name.removeprefix("wrapped ")
@@ -59,7 +59,7 @@ def test_a_head_drafts_for_a_custom_target_and_changes_no_token(name):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.representatives(name="eagle3")
+@pytest.mark.representatives("eagle3")
 def test_a_head_for_a_custom_target_is_saved_and_loaded(name, tmp_path):
     target = my_model.make()
     head = spec_jax.new_head(target, name, **SMALL.get(name, {}))

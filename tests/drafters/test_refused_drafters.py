@@ -109,7 +109,9 @@ ONE_TAP = dict(version=1, taps=(3,))
 BARE = replace(TARGET, config=None, model=TARGET.model._replace(embedding=None))
 REFUSED = [
     (lambda: suffix(suffix_max_depth=0), "suffix.max_depth is 0; expected an integer of 1 or more"),
+    (lambda: suffix(suffix_history_tokens=-1), "suffix.history_tokens"),
     (lambda: suffix(suffix_min_prob=1.5), r"suffix.min_prob is 1.5; expected a number from 0 to 1"),
+    (lambda: suffix(suffix_max_factor=-1.0), "suffix.max_factor"),
     (lambda: suffix(suffix_max_offset=float("nan")), "suffix.max_offset"),
     (lambda: suffix(tree=(2, 1)), "'suffix' drafts chains"),
     (lambda: SpeculativeConfig("dflush"), "expected one of standalone, .* mtp, dflash"),
@@ -138,9 +140,11 @@ REFUSED = [
     (lambda: replace(EAGLE_1, target_hidden_size=24, own_embed=True), "target's head .* has 24"),
     (lambda: replace(EAGLE_3, target_vocab_size=12), "20 is larger than the target's 12"),
     (lambda: replace(EAGLE_3, layer=LLAMA), "2 layers; expected 1"),
+    (lambda: replace(EAGLE_3, version=1), "reads one state"),
     (lambda: replace(EAGLE_3, **ONE_TAP), "31 ids, not 20"),
     (lambda: replace(EAGLE_3, **ONE_TAP, norm_output=True), "options of version 3"),
     (lambda: modules(protocol="parallel"), "protocol is 'parallel'; expected one of recycled, seq"),
+    (lambda: modules(order="both"), "order is 'both'; expected one of embedding-first, hid"),
     (lambda: modules(num_modules=0), "num_modules is 0"),
     (lambda: modules(num_modules=2), "num_modules is 2, but recycled drafting uses one"),
     (lambda: modules(layer=LLAMA), "2 layers; expected 1"),

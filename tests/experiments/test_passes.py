@@ -6,6 +6,7 @@ import pytest
 from support import block_heads, block_kind
 from support.pairs import tiny_pair
 from support.products import products
+from support.tiny_models import MISTRAL, loaded
 
 from spec_jax import load_model
 from spec_jax.config import SpeculativeConfig
@@ -103,6 +104,16 @@ def test_what_a_kind_says_of_its_passes_is_what_its_drafter_runs(pair, name):
     assert 2 * products(jax.make_jaxpr(step.run)(*args).jaxpr) == flops
     lengths = lambda carry: [x.tolist() for x in jax.tree.leaves(carry[0]) if x.shape == (1,)]
     assert lengths(step.carry) == lengths(jax.jit(step.run)(*args)[1]) == [[SLOTS // 2]]
+
+
+def test_a_drafter_is_timed_beside_a_target_with_a_shorter_window():
+    target = loaded(MISTRAL)
+    head = random_head(DFlashConfig.of_target(target.config, block_size=5), jax.random.key(0))
+    model = tapped_model(target, head)
+    drafter = make_drafter(SpeculativeConfig("dflash", 3), model, head)
+    params = {"head": head.params, "target": target.params}
+    step = passes.drafting_step(System(model, drafter, GREEDY, 3), params, SLOTS, 2)
+    assert step.carry[3].shape == (2, 4, len(head.config.taps) * target.config.hidden_size)
 
 
 def test_what_is_timed_is_what_the_costs_of_every_k_need(pair):

@@ -376,8 +376,10 @@ def test_a_run_goes_on_once_its_reward_is_mended(run, tmp_path, monkeypatch):
     mended = rl_rewards.small_ids
     monkeypatch.setattr(rl_rewards, "nothing", mended)
     monkeypatch.setattr(rl_rewards, "small_ids", once)
+    longer = config.copy_and_resolve_references()
+    longer.steps += 3  # rates are constant, so they may change at any time
     with pytest.raises(TrainingError, match="returned nan for prompt '.*', sample 2"):
-        rl.train(config, tmp_path)
+        rl.train(longer, tmp_path)
     monkeypatch.setattr(rl_rewards, "small_ids", mended)
     rl.train(config, tmp_path)
     equal(last_state(config, tmp_path), last_state(config, folder))

@@ -114,10 +114,11 @@ OBJECTIVES = {
     "eagle3": dict(fc_norm=True, norm_output=True),
     "mtp": dict(),
     "dspark": dict(block_size=4, markov_rank=8),
+    "dflash2": dict(block_size=4, selector_rank=8, selector_top_k=8),
     "peagle": dict(draft_vocab_size=200, num_layers=2, max_draft=4),
     "gate": dict(),  # of a kind that the tests register
 }
-LOGGED = {"peagle": {"loss_by_step_4"}}
+LOGGED = {"peagle": {"loss_by_step_4"}, "dflash2": {"recall_3"}}
 LOGGED |= {"dspark": {"accuracy_4", "confidence_bias_1", "tau_sampled"}}
 
 
@@ -200,6 +201,8 @@ def test_a_run_of_some_minutes_keeps_the_end_that_it_was_begun_with(files, tmp_p
     with stopped_at(HeadExperiment, 2):
         train_head.train(config, tmp_path)
     monkeypatch.setattr(training_run, "seconds_per_step", None)
+    with pytest.raises(ConfigError, match="other values of steps "):
+        train_head.train(small(files, steps=8, minutes=10.0), tmp_path)
     assert train_head.train(config, tmp_path)["step"] == 3
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3] and "tau" not in lines[-1]

@@ -145,6 +145,7 @@ CALLS = [
     (lambda: replace(DEEPSEEK, topk_group=5), "of which topk_group 5 are kept"),
     (lambda: replace(DEEPSEEK, num_experts_per_tok=5), "is 5; the 2 groups kept have 4"),
     (lambda: replace(QWEN3_NEXT, partial_rotary_factor=0.4), "turns 3 of 8 dimensions"),
+    (lambda: replace(QWEN3_NEXT, partial_rotary_factor=1.5), "turns 12 of 8 dimensions"),
 ]
 
 

@@ -65,7 +65,7 @@ ONE = [  # on one H100: drafts, rows, and at most how many of the counted bytes
     # splits none with XLA_FLAGS=--xla_gpu_experimental_force_split_k=1.
     pytest.param(EAGLE, 1, 1.10, marks=EXHAUSTIVE),
     pytest.param(PLAIN, 1, 1.05, marks=MEASURE),
-    pytest.param(DFLASH, 1, 1.10, marks=MEASURE),
+    pytest.param(DFLASH, 1, 1.10, marks=EXHAUSTIVE),
     pytest.param(NGRAM, 1, 1.10, marks=MEASURE),
     pytest.param(PLAIN, 8, 1.05, marks=MEASURE),
     pytest.param(EAGLE, 8, 1.20, marks=MEASURE),

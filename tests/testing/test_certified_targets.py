@@ -113,7 +113,7 @@ def edited(edits) -> types.ModuleType:
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-@pytest.mark.representatives(name="keys one slot late")
+@pytest.mark.representatives("keys one slot late")
 def test_a_defect_is_refused_by_its_cause(name):
     edits, words = DEFECTS[name]
     with pytest.raises(testing.CertificateError, match="target 'my_model'") as caught:

@@ -71,10 +71,13 @@ def warm_from(params, context, num_draft):
     return jnp.where(context.length >= params["from"], 1.6, 1.0)
 
 
-def test_a_certificate_ends_with_texts_of_four_two_and_one_draft():
-    for rule in ("residual", "match"):
-        steps = [what for what, _ in run_of(rule).steps]
-        assert steps[-3:] == [f"texts with {k} drafts" for k in (4, 2, 1)]
+def test_a_certificate_has_every_check():
+    texts = [f"texts with {k} drafts" for k in (4, 2, 1)]
+    rounds = ["1 drafts", "draws of the drafter", "2 drafts", "3 drafts", "4 drafts"]
+    others = ["drafts of scripted", "drafts of tree"]
+    rest = ["a padded vocabulary", "a memory", "the compiled loop"]
+    assert [what for what, _ in run_of("residual").steps] == [*rounds, *others, *rest, *texts]
+    assert [what for what, _ in run_of("match").steps][-3:] == texts
     make = lambda target: standalone(target.model, Tree((0, 0, 1)))
     assert [what for what, _ in run_of(make=make).steps][-2:] == [
         "the compiled loop",

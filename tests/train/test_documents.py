@@ -26,6 +26,7 @@ HEADS = {
     "sequential": (MtpConfig.of_target(CONFIG, num_modules=2, protocol="sequential"), {}),
     "peagle": (PEagleConfig.of_target(CONFIG, max_draft=4), {"num_anchors": 90}),
     "dspark": (BLOCKS["dspark"], {"num_anchors": 90}),
+    "treeflash": (BLOCKS["treeflash"], {"num_anchors": 90}),
 }
 LENGTHS = [[5, 41, 1, 33, 10], [64, 2, 20, 4]]  # of the documents of each window
 W = sum(LENGTHS[0])
@@ -57,7 +58,7 @@ def run(name, batch, mesh=None):
     """Loss, figures and gradients; the target's pass is part of it."""
     config, options = HEADS[name]
     objective, placement = registry.objective_of(config, None), Placement.of(mesh)
-    if name == "dspark":
+    if name in ("dspark", "treeflash"):
         objective = registry.objective_of(config, name)
     params = random_params(config)
     if name == "eagle3":

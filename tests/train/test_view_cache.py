@@ -71,6 +71,15 @@ def test_rows_are_found_beside_others(tmp_path):
     assert compute.count == 3
 
 
+def test_only_rows_that_are_not_there_take_room(tmp_path):
+    params = random_weights(LLAMA)
+    compute, tokens = Counted(params), np.asarray(random_tokens(3, 9))
+    views = cache(tmp_path, params, 3 * (9 * (16 * len(TAPS) + 16) * 4 + 512))
+    for rows in ([0, 1], [1, 2], [2, 2]):
+        views.view(compute, tokens[rows])
+    assert compute.count == 2 and len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_full_cache_keeps_the_oldest(tmp_path):
     params = random_weights(LLAMA)
     compute = Counted(params)
