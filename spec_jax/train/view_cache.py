@@ -84,17 +84,18 @@ class ViewCache:
         tokens = np.asarray(tokens, np.int32)
         size = repr(tokens.shape).encode()  # rounding depends on it
 
-        def path(row):
+        def file(row):
             name = hashlib.sha256(self._identity + size + tokens[row].tobytes())
             if begins is not None:
                 name.update(np.asarray(begins[row], np.int32).tobytes())
             return self.folder / f"{name.hexdigest()}.safetensors"
 
-        found = {row: _read(path(row)) for row in self._rows(len(tokens))}
+        files = [file(row) for row in range(len(tokens))]
+        found = {row: _read(files[row]) for row in self._rows(len(tokens))}
         if not processes.any_process(None in found.values()):
             return self._joined(found, len(tokens))
         view = self._placement.place(compute(tokens, begins))
-        self._write(path, {path(row) for row, known in found.items() if known}, view)
+        self._write(files, {files[row] for row, known in found.items() if known}, view)
         return view
 
     def _rows(self, batch: int) -> set[int]:
@@ -118,24 +119,24 @@ class ViewCache:
 
         return View(join("features"), join("hidden"))
 
-    def _write(self, path, known: set[pathlib.Path], view: View) -> None:
-        """Writes rows that are not known and whose first copy this process has, all or none."""
+    def _write(self, files: list[pathlib.Path], known: set[pathlib.Path], view: View) -> None:
+        """Writes rows that are not known and whose first copy this process has, all or none.
+
+        Equal windows are one file.
+        """
         rows: dict[pathlib.Path, dict[str, np.ndarray]] = {}
         for name in ("features", "hidden"):
             for shard in getattr(view, name).addressable_shards:
                 if shard.replica_id == 0:
                     data = np.asarray(shard.data)
                     for row, x in enumerate(data, shard.index[0].start or 0):
-                        rows.setdefault(path(row), {})[name] = np.ascontiguousarray(x)
-        for file in known & rows.keys():
-            del rows[file]
+                        if files[row] not in known:
+                            rows.setdefault(files[row], {})[name] = np.ascontiguousarray(x)
         size = sum(x.nbytes for row in rows.values() for x in row.values()) + 512 * len(rows)
         if size > self._left:
             return
         for file, arrays in rows.items():
-            partial = file.with_suffix(
-                f".{processes.index()}.partial"
-            )  # two may have equal windows
+            partial = file.with_suffix(f".{processes.index()}.partial")
             try:
                 save_file(arrays, partial)
                 os.replace(partial, file)
