@@ -34,9 +34,10 @@ from ml_collections import ConfigDict
 
 from configs import regenerate_zoo
 from experiments.run import cli, report
+from experiments.run.drafts import load_drafts
 from experiments.run.journal import Responses
 from spec_jax import processes
-from spec_jax.config import SamplerConfig, SpeculativeConfig, build
+from spec_jax.config import SamplerConfig, build
 from spec_jax.data import python_source
 from spec_jax.data.questions import of_record, read, read_record
 from spec_jax.data.records import Conversation, Text, is_json, read_records, read_rows
@@ -47,10 +48,9 @@ from spec_jax.engine.queue import DecodeQueue, Usage, sampler_of
 from spec_jax.engine.request import check_room
 from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
-from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, check_effect, room_for_prompt
-from spec_jax.loading import DTYPES, load_draft, load_model
+from spec_jax.loading import DTYPES, load_model
 from spec_jax.progress import Notice, Progress
 from spec_jax.show.tables import Section
 
@@ -137,14 +137,9 @@ def load_decoder(config: ConfigDict, where: MeshOptions = MeshOptions()) -> Spec
     draft = None
     speculative = None
     if config.draft:
-        method = config.draft
-        if method not in copying_methods():
-            placed = dict(mesh=where.mesh, axis_rules=where.draft_axis_rules)
-            placed["attention"] = config.attention
-            draft = load_draft(config.draft, target, config.dtype, **placed)
-            method = draft.method
-        rule = config.rule or None
-        speculative = SpeculativeConfig(method, config.k, rejection_sampling_strategy=rule)
+        placed = dict(dtype=config.dtype, mesh=where.mesh, axis_rules=where.draft_axis_rules)
+        given = config.draft, target, config.k, config.rule or None
+        draft, speculative = load_drafts(*given, attention=config.attention, **placed)
     where.check_drafts([] if draft is None else [draft])
     decoder = SpeculativeDecoder(
         target, draft, speculative, target_sampler=samplers, **where.options(draft)

@@ -20,9 +20,10 @@ from configs import rl
 from experiments.grpo import report, rewards
 from experiments.grpo.objective import Batch, advantages, grpo_loss, logprobs
 from experiments.run import cli
+from experiments.run.drafts import load_drafts
 from experiments.training.run import Exported
 from spec_jax.compilation import Timed
-from spec_jax.config import SamplerConfig, SpeculativeConfig
+from spec_jax.config import SamplerConfig
 from spec_jax.config.checks import is_count, is_integer, is_list, is_number
 from spec_jax.data import python_source, questions
 from spec_jax.decoding import Finish, System
@@ -30,9 +31,8 @@ from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.suffix import History
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError, TrainingError
-from spec_jax.evaluation.cells import copying_methods
 from spec_jax.evaluation.prompts import PromptEncoder
-from spec_jax.loading import DTYPES, LoadedModel, load_draft, load_model
+from spec_jax.loading import DTYPES, LoadedModel, load_model
 from spec_jax.meshes import platform_of
 from spec_jax.models import checkpoint
 from spec_jax.models.params import placement
@@ -46,7 +46,7 @@ from spec_jax.train.step import TrainState, cast, train_step
 SIGNATURES = "signatures"  # prompts of the standard library's functions
 ROLLOUTS = ("speculative", "plain", "invariant", "invariant-plain")
 OLD = ("recomputed", "rollout")
-FREE = ("steps", "log_every", "checkpoint_every_s", "eval_every", "compare_every", "export_dtype")
+FREE = ("log_every", "checkpoint_every_s", "eval_every", "compare_every", "export_dtype")
 _HELD_OUT_SEEDS = 2**31  # of evaluations; those of steps count from 0
 
 
@@ -187,11 +187,8 @@ def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
     draft = None
     drafts = None
     if config.drafter != "none":
-        is_copy = config.drafter in copying_methods()
-        draft = None if is_copy else load_draft(config.drafter, target, "float32")
-        method = config.drafter if is_copy else draft.method
-        strategy = config.strategy
-        drafts = SpeculativeConfig(method, config.num_draft, rejection_sampling_strategy=strategy)
+        given = config.drafter, target, config.num_draft, config.strategy
+        draft, drafts = load_drafts(*given, dtype="float32")
     options = {"target_sampler": SamplerConfig(**config.sampler)}
     if config.rollouts == "plain":
         return SpeculativeDecoder.new_n1(target, draft, drafts, **options)
