@@ -88,8 +88,12 @@ def last_state(config, folder):
         return saved.restore(grpo.RlExperiment(config, folder).init_state())
 
 
-PHASES = {  # where the state is as it was, then after each change of it or of a file
+PHASES = {
+    "prompts": (grpo.RlExperiment, "batch_at"),
     "rollouts": (grpo.RlExperiment, "rollouts"),
+    "rewards": (grpo.RlExperiment, "rewards"),
+    "advantages": (grpo, "advantages"),
+    "update": (grpo, "train_step"),
     "memory": (grpo.RlExperiment, "_remember"),
     "log": (Log, "write"),
     "checkpoint": (Checkpoints, "save"),
@@ -108,7 +112,7 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_
 
     def stop(*args, **options):
         calls.append(args)
-        if len(calls) == (1 if phase in ("export", "evaluation") else 3):
+        if len(calls) == (1 if phase in ("update", "export", "evaluation") else 3):
             raise Stopped
         return whole(*args, **options)
 
