@@ -136,7 +136,7 @@ class ViewCache:
         if size > self._left:
             return
         for file, arrays in rows.items():
-            partial = file.with_suffix(f".{processes.index()}.partial")
+            partial = file.with_suffix(f".partial{processes.index()}")
             try:
                 save_file(arrays, partial)
                 os.replace(partial, file)
