@@ -149,18 +149,23 @@ def make_plan(
     tokens_per_step = config.batch * config.length
     head = recipe.head_config(config, folder, target, 1000)
     train_head.validate(head)
-    step_s = seconds_per_step(HeadExperiment(head, folder / "trial"))
+    trial = HeadExperiment(head, folder / "trial")
+    step_s = seconds_per_step(trial)
+    stored_s = seconds_per_step(trial) if head.data.view_cache else step_s
     left_s = (end_s - time.monotonic() - _EVALUATION * 60 * config.minutes) * (1 - _MARGIN)
-    steps_per_prompt = config.epochs * tokens_per_prompt / tokens_per_step
+    epoch = tokens_per_prompt / tokens_per_step  # steps a prompt
     num_prompts = config.num_prompts
     if num_prompts is None:
         fixed_s = (config.steps or 0) * step_s
-        each_s = prompt_s + (0 if config.steps else steps_per_prompt * step_s)
+        first = min(config.epochs, 1.0)
+        each_s = epoch * (first * step_s + (config.epochs - first) * stored_s)
+        each_s = prompt_s + (0 if config.steps else each_s)
         num_prompts = max(num_trial, int((left_s - fixed_s) / each_s))
-    steps = config.steps or max(1, int(steps_per_prompt * num_prompts))
+    steps = config.steps or max(1, int(config.epochs * epoch * num_prompts))
+    num_stored = max(0, steps - int(epoch * num_prompts))  # steps on windows that were seen before
     tokens = steps * tokens_per_step
     text_s = prompt_s * (num_prompts - num_trial)
-    head_s = steps * step_s
+    head_s = (steps - num_stored) * step_s + num_stored * stored_s
     spent_s = 60 * config.minutes - (end_s - time.monotonic())
     return {
         "num_prompts": num_prompts,
@@ -169,6 +174,7 @@ def make_plan(
         "tokens_trained": tokens,
         "prompt_s": prompt_s,
         "step_s": step_s,
+        "stored_s": stored_s,
         "text_s": text_s,
         "head_s": head_s,
         "minutes": (spent_s + text_s + head_s) / (1 - _EVALUATION) / 60,
@@ -244,6 +250,7 @@ def make_head(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]
     training = recipe.head_config(config, folder, target, plan["steps"])
     if timed("head", train_head.train, training, folder / "head") is None:
         return None
+    shutil.rmtree(folder / recipe.VIEWS, ignore_errors=True)
     asked = recipe.evaluation_config(config, folder)
     evaluated = timed("evaluation", evaluate.evaluate, asked, folder / "evaluation")
     lines = export(config, folder, target)

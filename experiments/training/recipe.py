@@ -13,6 +13,7 @@ from configs import evaluate_zoo, regenerate_zoo, train_head_default
 from spec_jax.drafters import registry
 from spec_jax.loading import LoadedModel
 
+VIEWS = "views"  # the target's states of the text, until the head is trained
 _LARGE = 8192  # U of a target that has more ids
 # Tau by tokens trained on, of a target and an objective; no curve has been measured yet.
 CURVES: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {}
@@ -54,6 +55,8 @@ def head_config(config: ConfigDict, folder: pathlib.Path, target: LoadedModel, s
         head.loss.num_steps = config.k
     head.data.update(text="", responses=str(folder / "training.jsonl"))
     head.data.has_document_masks = target.model.can_rewind
+    if jax.default_backend() == "cpu" and config.epochs > 1:
+        head.data.view_cache = str(folder / VIEWS)
     head.optimizer.update(matrix_lr=0.03, warmup=max(1, min(20, steps // 10)))
     head.eval.update(every=0, num_draft=config.k)
     return head
