@@ -20,7 +20,8 @@ def get_config() -> ConfigDict:
     config.target = "zoo/target"  # the model to train: a zoo name, a directory or a hub id
     config.dtype = ""  # to compute in; empty: float32 on a CPU, else bfloat16
     config.mesh = ""  # devices to train on together, such as data:4,tensor:2; empty: one
-    # Prompts: signatures (of the standard library's functions), or a file of questions.
+    # Prompts: signatures (of the standard library's functions), or a file of questions; the first
+    # turn of each is asked, and prompts_per_step of them, at even distances, are held out.
     config.prompts = "signatures"
     config.prompt_tokens = 32  # maximum tokens of a prompt
     config.max_new_tokens = 48  # maximum tokens of an output
@@ -39,7 +40,8 @@ def get_config() -> ConfigDict:
     config.drafter = "ngram"  # none, ngram, suffix (over past rollouts), or a head or a draft
     config.num_draft = 3  # K
     config.strategy = "match"  # match (the tokens of plain decoding), or residual
-    # speculative; plain (without drafts); or invariant and invariant-plain, whose bits are equal.
+    # speculative; plain (without drafts); or invariant and invariant-plain, whose bits are equal
+    # (with match and without stages).
     config.rollouts = "speculative"
     # ((32, 4), (16, 6)): once at most 32 rows are running, only they are decoded, with K = 4; then
     # 16 with K = 6. Programs of other shapes may round differently.
@@ -50,7 +52,7 @@ def get_config() -> ConfigDict:
     config.accumulate = 1  # parts of a batch, one after the other: less memory
     config.clip = (0.2, 0.2)  # how far the ratio may fall below 1, and rise above it
     config.is_scaled = True  # divide advantages by the standard deviation of their group
-    config.kl_weight = 0.01  # of the distance to the reference; 0: there is none
+    config.kl_weight = 0.01  # of the model's distance to the reference; 0: there is none
     config.reference_every = 0  # steps after which the policy becomes the reference; 0: never
     config.optimizer = ConfigDict(
         {  # AdamW

@@ -1,4 +1,4 @@
-"""Rollouts inside a program of your own: samples of a policy, and how probable they were.
+"""Rollouts inside a user's own ``jax.jit``: samples of a policy, and their log-probabilities.
 
 For reinforcement learning. ``rollout`` is a pure function of the weights, so a step that samples,
 scores and updates is one ``jax.jit``, and new weights compile nothing.
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
       rounds: i32[B], target passes after prefill; tau is ``(output - 1) / rounds``.
       drafted: i32[B], drafts offered, of a tree its levels.
       accepted: i32[B], drafts accepted.
-      finish: i32[B], a ``decoding.Finish``; STOP_TOKEN and LENGTH are the sound ones.
+      finish: i32[B], a ``decoding.Finish``; any but STOP_TOKEN and LENGTH is a fault.
       passes: i32[], rounds that were run for the batch.
     """
 
@@ -122,7 +122,8 @@ def rollout(
       params: ``{"target": ..., "draft": ...}``; of a head the latter is ``{"head": ..., "target":
         ...}`` with the same target, of "ngram" None, of "suffix" a ``History``'s.
       prompts: i32[P,T], right-padded with any valid id.
-      lengths: i32[P], their lengths without padding, 1 or more.
+      lengths: i32[P], their lengths without padding, 1 or more; all T, and no tracer, of a target
+        that cannot rewind.
       samplers: how tokens are drawn; one config for all rows or one for each. Their own seeds are
         not read.
       seeds: integers [B] of any dtype, B = P * samples, modulo 2**32.
@@ -165,6 +166,13 @@ def rollout(
     check_shapes({"P": P, "B": B}, lengths=(lengths, "P"), seeds=(seeds, "B"))
     _check_range("prompts", prompts, 0, system.target.last_id)
     _check_range("lengths", lengths, 1, T)
+    stop_tokens = np.asarray(stop_tokens, np.int64).reshape(-1)
+    _check_range("stop_tokens", stop_tokens, 0, system.target.last_id)
+    if not system.target.can_rewind and (isinstance(lengths, jax.core.Tracer) or min(lengths) < T):
+        raise ConfigError(
+            "the target keeps a state that cannot discard padding; expected prompts of one length "
+            f"{T}, and lengths that are known while tracing"
+        )
     prompts = jnp.asarray(prompts)
     lengths = jnp.asarray(lengths)
     if S > system.target.max_length:
@@ -203,9 +211,9 @@ def rollout(
     found = None
     places = jnp.arange(B)
     passes = jnp.int32(0)
-    for at, (now, narrower) in enumerate(zip(systems, [*widths[1:], 0])):
-        if at > 0:  # the rows that run, and others if there are fewer
-            chosen = jnp.argsort(~state.is_active, stable=True)[: widths[at]]
+    for stage, (now, narrower) in enumerate(zip(systems, [*widths[1:], 0])):
+        if stage > 0:  # the rows that run, and others if there are fewer
+            chosen = jnp.argsort(~state.is_active, stable=True)[: widths[stage]]
             places = places[chosen]
             state = take_rows(state, chosen)
         running = jnp.full(len(state.finish), Finish.RUNNING, jnp.int32)
@@ -216,7 +224,7 @@ def rollout(
         passes += chunk.rounds
         last = Record.of(state)
         if found is not None:
-            last = jax.tree.map(lambda x, new, at=places: x.at[at].set(new), found, last)
+            last = jax.tree.map(lambda x, new, to=places: x.at[to].set(new), found, last)
         found = last
     return _collect(found, passes, S, fed[2][rows] if has_features else None)
 

@@ -459,6 +459,9 @@ MUTATIONS = mutants.read("""
     a rollout has the model's probabilities for those of the policy
         rollouts._collect: (a_, b_, x_.processed, x_.raw) -> (a_, b_, x_.raw, x_.raw)
         test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]
+    a rollout has the draft's probabilities for those of the target
+        observers._see_round: of.scores -> of.scores.replace(processed=jnp.log(of.proposal.probs))
+        test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]
     a rollout's features lie a token late
         rollouts._features.update: of.columns - 1 -> of.columns
         test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]

@@ -180,6 +180,8 @@ PARAMS = {"target": TARGET.params, "draft": None}
         ({"prompts": np.int64(PROMPTS) - 2**32}, PromptError, "prompts has -429.*; expected 0 to"),
         ({"lengths": [4, 0]}, PromptError, "lengths has 0; expected 1 to 4"),
         ({"lengths": [4, 5]}, PromptError, "lengths has 5; expected 1 to 4"),
+        ({"stop_tokens": (31,)}, PromptError, "stop_tokens has 31; expected 0 to 30"),
+        ({"stop_tokens": 31}, PromptError, "stop_tokens has 31; expected 0 to 30"),
         ({"params": {"target": TARGET.params}}, ConfigError, r"params is \['target'\]; expected"),
         ({"stages": ((2,),)}, ConfigError, r"stages is \(\(2,\),\); expected pairs \(rows, num"),
         ({"stages": ((2, -1),)}, ConfigError, "stages is .*; expected pairs"),
@@ -219,3 +221,26 @@ def test_a_mesh_of_explicit_axes_is_refused_with_the_remedy(name, axis):
 
     with pytest.raises(ConfigError, match="explicit axes; .* as spec_jax.make_mesh makes them"):
         run.eval_shape(**given)
+
+
+@pytest.mark.exhaustive
+def test_samples_of_a_prompt_share_its_prefill():
+    """Operations of the compiled program of one output token after a prompt of 1,000 tokens."""
+    target = spec_jax.load_model("zoo/target")
+    head = spec_jax.load_draft("zoo/eagle3", target)
+    config = spec_jax.SpeculativeConfig(head.method, 3)
+    of = spec_jax.SpeculativeDecoder(target, head, config, target_sampler=WARM)
+
+    def operations(samples):
+        sample = functools.partial(
+            spec_jax.rollout, system=of.system(), max_new_tokens=1, samples=samples
+        )
+
+        def run(params, prompt, seeds):
+            given = {"target": params, "draft": {"head": head.params, "target": params}}
+            return sample(given, prompt, jnp.array([1000]), WARM, seeds)
+
+        prompt, seeds = jnp.zeros((1, 1000), jnp.int32), jnp.arange(samples)
+        return jax.jit(run).lower(target.params, prompt, seeds).compile().cost_analysis()["flops"]
+
+    assert operations(8) < 1.3 * operations(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -22,10 +21,12 @@ from experiments.grpo.objective import Batch, advantages, grpo_loss, logprobs
 from experiments.run import cli
 from experiments.run.drafts import load_drafts
 from experiments.training.run import Exported
+from spec_jax import processes
 from spec_jax.compilation import Timed
 from spec_jax.config import SamplerConfig
 from spec_jax.config.checks import is_count, is_integer, is_list, is_number
 from spec_jax.data import python_source, questions
+from spec_jax.data.batches import Corpus
 from spec_jax.decoding import Finish, System
 from spec_jax.drafters.loaded import beside_target
 from spec_jax.drafters.suffix import History
@@ -40,6 +41,7 @@ from spec_jax.rollouts import Rollout, rollout
 from spec_jax.testing.auditing.invariant import invariant_pair
 from spec_jax.train.checkpoint import Checkpoints
 from spec_jax.train.log import Log, read_metrics
+from spec_jax.train.means import Mean
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
 
@@ -75,7 +77,7 @@ class PolicyState:
 
     train: TrainState
     reference: Any  # weights that the policy stays near; {} without a distance to them
-    memory: Any  # what the drafter "suffix" has learned; {} for others
+    memory: Any  # what the drafter "suffix" has learned, on the host; {} for others
 
     @property
     def step(self) -> jax.Array:
@@ -98,6 +100,7 @@ def validate(config: ConfigDict) -> None:
     is_clip = is_list(clip) and len(clip) == 2
     is_clip = is_clip and is_number(clip[0], 0, 1) and is_number(clip[1], 0)
     is_drafting = config.drafter != "none" and not config.rollouts.endswith("plain")
+    is_invariant = config.rollouts.startswith("invariant")
     cli.require_each(
         config,
         (config.samples > 1, "samples", "2 or more: rewards are compared within a group"),
@@ -105,13 +108,24 @@ def validate(config: ConfigDict) -> None:
         (config.old_logprobs in OLD, "old_logprobs", f"one of {', '.join(OLD)}"),
         (config.reward_on in ("text", "ids"), "reward_on", "text or ids"),
         (config.strategy in ("match", "residual"), "strategy", "match or residual"),
+        (
+            config.strategy == "match" or not is_invariant,
+            "strategy",
+            "match where rollouts are invariant: residual samples other tokens than plain decoding",
+        ),
         (config.sampler.temperature > 0, "sampler.temperature", "a number above 0"),
         (config.optimizer.lr > 0, "optimizer.lr", "a number above 0"),
+        (config.optimizer.clip > 0, "optimizer.clip", "a number above 0"),
         (config.kl_weight >= 0, "kl_weight", "0 (no reference) or more"),
         (config.reference_every >= 0, "reference_every", "0 (the first policy) or more"),
         (rows % config.accumulate == 0, "accumulate", f"a divisor of the {rows} rows"),
         (is_fit, "stages", f"pairs (rows, K), of falling rows below {rows}: ((32, 4), (16, 6))"),
         (is_drafting or not stages, "stages", "none where nothing is drafted"),
+        (
+            not is_invariant or not stages,
+            "stages",
+            "none where rollouts are invariant, which keep K and the number of rows",
+        ),
         (is_clip, "clip", "two numbers, the first at most 1: (0.2, 0.2)"),
         (
             config.drafter == "none" or is_integer(config.num_draft, 1),
@@ -129,12 +143,18 @@ def validate(config: ConfigDict) -> None:
     rewards.load(config.reward)
 
 
-def read_prompts(config: ConfigDict, target: LoadedModel) -> list[tuple[str, list[int]]]:
-    """Returns every prompt with its name; those that are held out come first.
+def read_prompts(
+    config: ConfigDict, target: LoadedModel
+) -> tuple[list[tuple[str, list[int]]], list[str]]:
+    """Reads the prompts.
 
     Args:
       config: See ``configs/rl.py``.
       target: The model that they are for.
+
+    Returns:
+      Every prompt with its name, of which those that are held out come first: of a file, rows at
+      even distances. And sentences on rows that are left out.
 
     Raises:
       ConfigError: There are too few, or one of a file is longer than ``prompt_tokens``.
@@ -143,23 +163,27 @@ def read_prompts(config: ConfigDict, target: LoadedModel) -> list[tuple[str, lis
     count = config.prompts_per_step
     if config.prompts == SIGNATURES:
         parts = [_signatures(split, target, limit) for split in ("held_out", "train")]
-        found = [*parts[0][:count], *parts[1]]
+        prompts = [*parts[0][:count], *parts[1]]
+        notes = []
     else:
         encode = PromptEncoder(target)
-        chosen = questions.load(config.prompts, 0).chosen
-        found = [(question.name, encode(question)) for question in chosen]
-        for name, ids in found:
+        chosen, _, notes = questions.load(config.prompts, 0)
+        prompts = [(question.name, encode(question)) for question in chosen]
+        held_out = [i * len(prompts) // count for i in range(min(count, len(prompts)))]
+        order = [*held_out, *sorted({*range(len(prompts))} - {*held_out})]
+        prompts = [prompts[i] for i in order]
+        for name, ids in prompts:
             if len(ids) > limit:
                 raise ConfigError(
                     f"prompt {name} has {len(ids)} tokens; prompt_tokens is {limit}: raise it, or "
                     "leave that prompt out"
                 )
-    if len(found) < 2 * count:
+    if len(prompts) < 2 * count:
         raise ConfigError(
-            f"{config.prompts} has {len(found)} prompts; expected {2 * count} or more, of which "
+            f"{config.prompts} has {len(prompts)} prompts; expected {2 * count} or more, of which "
             f"{count} are held out: lower prompts_per_step"
         )
-    return found
+    return prompts, notes
 
 
 def _signatures(split: str, target: LoadedModel, limit: int) -> list[tuple[str, list[int]]]:
@@ -175,7 +199,7 @@ def _signatures(split: str, target: LoadedModel, limit: int) -> list[tuple[str, 
 
 
 def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
-    """Returns what draws the rollouts of a config.
+    """Returns the decoder of the rollouts.
 
     Args:
       config: See ``configs/rl.py``.
@@ -187,8 +211,9 @@ def make_decoder(config: ConfigDict, target: LoadedModel) -> SpeculativeDecoder:
     draft = None
     drafts = None
     if config.drafter != "none":
-        given = config.drafter, target, config.num_draft, config.strategy
-        draft, drafts = load_drafts(*given, dtype="float32")
+        draft, drafts = load_drafts(
+            config.drafter, target, config.num_draft, config.strategy, dtype="float32"
+        )
     options = {"target_sampler": SamplerConfig(**config.sampler)}
     if config.rollouts == "plain":
         return SpeculativeDecoder.new_n1(target, draft, drafts, **options)
@@ -211,11 +236,12 @@ class RlExperiment:
     """
 
     title = "Reinforcement learning with speculative rollouts"
-    trained: Sequence[Any] = ()
     windows: Sequence[Any] = ()
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         del workdir
+        if processes.count() > 1:
+            raise ConfigError("experiments.rl runs in one process; expected no --num_processes")
         self.config = config
         self.placement = Placement.of(config.mesh)
         mesh = self.placement.mesh
@@ -231,9 +257,12 @@ class RlExperiment:
                 f"are {width}; the target holds {self.target.max_length}"
             )
         self.reward = rewards.load(config.reward)
-        found = read_prompts(config, self.target)
-        self._held_out = found[: config.prompts_per_step]
-        self._prompts = found[config.prompts_per_step :]
+        prompts, notes = read_prompts(config, self.target)
+        self._held_out = prompts[: config.prompts_per_step]
+        self._prompts = prompts[config.prompts_per_step :]
+        ids = np.concatenate([ids for _, ids in prompts])
+        ends = np.cumsum([0, *(len(ids) for _, ids in prompts)])
+        self.trained = [Corpus(config.prompts, ids, starts=ends)]
         self.num_rows = config.prompts_per_step * config.samples
         self.decoder = make_decoder(config, self.target)
         self.optimizer = optax.chain(
@@ -262,8 +291,9 @@ class RlExperiment:
             f"{self.target.name}, {len(self._prompts)} prompts, {config.prompts_per_step} a step "
             f"with {config.samples} samples each; drafts {drafts}, {config.rollouts}"
         )
+        self.summary = "; ".join([self.summary, *notes])
         self.loop = {
-            "tokens_per_step": lambda prompts: len(prompts.seeds) * config.max_new_tokens,
+            "tokens_per_step": lambda prompts: len(prompts.seeds) * width,  # of a training pass
             "eval_every": config.eval_every,
             "describe_batch": lambda step: f"prompts {', '.join(self.batch_at(step).names)}",
         }
@@ -298,7 +328,8 @@ class RlExperiment:
         train = self.placement.create(self._make, self._where, self.target.params)
         reference = self.target.params if self.config.kl_weight > 0 else {}
         history = self.decoder.history
-        return PolicyState(train, reference, {} if history is None else history.params)
+        memory = {} if history is None else jax.device_get(history.params)
+        return PolicyState(train, reference, memory)
 
     def batch_at(self, step: int) -> Prompts:
         """Returns the prompts of a step; each is used once before any is used again."""
@@ -384,7 +415,7 @@ class RlExperiment:
                 + ("lower optimizer.lr" if is_target else "take another drafter, or none")
             )
         outputs = self.outputs(found)
-        figures = self._compared(state, prompts, found, outputs)
+        figures = self._compared(state, prompts, found, outputs, rolled.run_s)
         with Timed() as scored:
             scores = self.rewards(prompts, outputs)
         above = advantages(scores, config.is_scaled)
@@ -399,8 +430,7 @@ class RlExperiment:
                 batch = batch.replace(reference=own)
             train = state.train
             for _ in range(config.epochs):
-                train, learned = self._update(train, batch)
-            train = train.replace(step=jnp.asarray(number, jnp.int32))
+                train, learned = self._update(train, batch, np.int32(number))
             jax.block_until_ready(train)
         is_unequal = (above != 0).any(axis=1)
         if is_unequal.any() and learned["update_norm"] == 0:
@@ -425,40 +455,41 @@ class RlExperiment:
         }
         return after, {**learned, **figures}
 
-    def _updated(self, train: TrainState, batch: Batch) -> tuple[TrainState, dict]:
-        """``train_step``, with the norm of the update."""
+    def _updated(
+        self, train: TrainState, batch: Batch, number: jax.Array
+    ) -> tuple[TrainState, dict]:
+        """``train_step`` in a step of this number, with the norm of the update."""
         options = {"dtype": self.dtype, "accumulate": self.config.accumulate}
         before = train.params
         train, figures = train_step(
             train, batch, objective=self._loss, optimizer=self.optimizer, **options
         )
         moved = jax.tree.map(jnp.subtract, train.params, before)
-        return train, {**figures, "update_norm": optax.tree.norm(moved)}
+        return train.replace(step=number), {**figures, "update_norm": optax.tree.norm(moved)}
 
-    def _compared(self, state, prompts, found, outputs) -> dict[str, float]:
+    def _compared(self, state, prompts, found, outputs, run_s: float) -> dict[str, Mean]:
         """Returns time, tokens and equality of plain decoding, every ``compare_every`` steps."""
         every = self.config.compare_every
+        names = ("plain_s", "plain_tokens", "compared_s", "compared_tokens", "identical")
         if not every or int(state.step) % every:
-            return dict.fromkeys(("plain_s", "plain_tokens", "identical"), math.nan)
+            return dict.fromkeys(names, Mean(np.float32(0), np.float32(0)))
         with Timed() as timed:
             plain = self.rollouts(state, prompts, is_plain=True)
-        pairs = zip(outputs, self.outputs(plain))
-        return {
-            "plain_s": timed.run_s,
-            "plain_tokens": float(np.sum(plain.counts.output)),
-            "identical": float(np.mean([a == b for a, b in pairs])),
-        }
+        tokens = [float(np.sum(x.counts.output)) for x in (plain, found)]
+        are_equal = [a == b for a, b in zip(outputs, self.outputs(plain))]
+        values = timed.run_s, tokens[0], run_s, tokens[1], np.mean(are_equal)
+        return {name: Mean(np.float32(x), np.float32(1)) for name, x in zip(names, values)}
 
     def _remember(self, memory: Any, outputs: Sequence[Sequence[int]]) -> Any:
         """Returns what a drafter with a history knows after these outputs."""
         if not memory:
             return memory
         history = History(0)
-        text, count = jax.device_get((memory["tokens"], memory["num_updates"]))
-        history.__setstate__({"text": text, "num_updates": int(count)})
+        count = int(memory["num_updates"])
+        history.__setstate__({"text": np.asarray(memory["tokens"]), "num_updates": count})
         for output in outputs:
             history.add(output)
-        return history.params
+        return jax.device_get(history.params)
 
     def evaluate(self, state: PolicyState) -> dict[str, float]:
         """Returns the mean reward on the prompts that are held out, by seeds of their own."""

@@ -5,7 +5,10 @@ Source: DeepSeekMath, arXiv 2402.03300.
   equation                                      function
   outcome advantage, section 4.1.2              advantages
   clipped objective and KL term, (3)            grpo_loss
-  unbiased estimate of the KL divergence, (4)   grpo_loss
+  estimate of the KL divergence, (4)            grpo_loss
+
+The estimate is that of the models. It is unbiased where tokens are drawn from the model itself, at
+temperature 1 without filters.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def advantages(rewards: np.ndarray, is_scaled: bool = True) -> np.ndarray:
     """
     above = rewards - rewards.mean(axis=1, keepdims=True)
     spread = rewards.std(axis=1, keepdims=True)
-    is_equal = spread <= 1e-9  # equal rewards, but for rounding
+    size = np.maximum(1.0, np.abs(rewards).max(axis=1, keepdims=True))
+    is_equal = np.ptp(rewards, axis=1, keepdims=True) <= 1e-9 * size  # but for rounding
     above = np.where(is_equal, 0.0, above)
     return (above / np.where(is_equal, 1.0, spread) if is_scaled else above).astype(np.float32)
 

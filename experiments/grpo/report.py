@@ -14,11 +14,14 @@ from spec_jax.intervals import Interval, jackknife, paired_speedup
 from spec_jax.show.tables import Section, Table
 
 _ENDS = 20  # maximum steps at either end of a run whose rewards are compared
+_UNEQUAL_AT_END = "unequal, last steps"
+_FEW = 0.1  # share of groups with unequal rewards
 _PARTS = ("rollout_s", "reward_s", "update_s")
 _MEANINGS = {
     "reward": "mean of a step's rewards",
     "unequal": "share of groups whose rewards differ, without which nothing is learned",
-    "kl": "distance of the policy to the reference, in nats a token",
+    "kl": "of the policy to the reference, in nats a token; without filters and at temperature 1 "
+    "an unbiased estimate",
     "tau": "output tokens a target pass of a row",
     "rollout_tok_s": "output tokens a second while rollouts are drawn",
     "rollout share": "of the time of a step",
@@ -39,19 +42,26 @@ def mean(values: np.ndarray, counts: np.ndarray | float = 1.0) -> Interval:
     return jackknife(lambda x, n: np.stack([x / n], axis=-1), values[is_known] * counts, counts)[0]
 
 
-def _rewards(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
-    """Returns the mean rewards of the first and the last steps, at most half of them each.
+def _ends_of(
+    lines: Sequence[Mapping[str, float]], counts: np.ndarray
+) -> tuple[dict[str, Interval], Interval]:
+    """Returns the mean rewards of the first and the last steps, and ``unequal`` of the latter.
 
-    A line is the mean of the steps since the line before; lines at an edge are taken whole.
+    At most half of the steps each. A line is the mean of the steps since the line before; lines at
+    an edge are taken whole, and none is taken twice.
     """
     ends = column(lines, "step").astype(int)
-    begins = np.append(0, ends[:-1])
+    begins = ends - counts
     size = min(_ENDS, -(-ends[-1] // 2))
-    found = {}
-    for of in (begins < size, ends > ends[-1] - size):
-        name = f"reward, steps {begins[of][0] + 1} to {ends[of][-1]}"
-        found[name] = mean(column(lines, "reward")[of], (ends - begins)[of])
-    return found
+    first = begins < size
+    last = (ends > ends[-1] - size) & ~first
+    rewards = {}
+    for part in (first, last):
+        if part.any():
+            name = f"reward, steps {begins[part][0] + 1} to {ends[part][-1]}"
+            rewards[name] = mean(column(lines, "reward")[part], counts[part])
+    part = last if last.any() else first
+    return rewards, mean(column(lines, "unequal")[part], counts[part])
 
 
 def summarise(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
@@ -61,22 +71,24 @@ def summarise(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
       lines: Of metrics.jsonl, each the means of the steps since the line before.
     """
     step_s = sum(column(lines, part) for part in _PARTS)
+    counts = np.diff(column(lines, "step").astype(int), prepend=0)
+    rewards, unequal = _ends_of(lines, counts)
+    names = ("unequal", "kl", "tau", "rollout_tok_s")
     found = {
-        **_rewards(lines),
-        **{name: mean(column(lines, name)) for name in ("unequal", "kl", "tau", "rollout_tok_s")},
-        "rollout share": mean(column(lines, "rollout_s") / step_s),
-        "step_s": mean(step_s),
+        **rewards,
+        **{name: mean(column(lines, name), counts) for name in names},
+        _UNEQUAL_AT_END: unequal,
+        "rollout share": mean(column(lines, "rollout_s") / step_s, counts),
+        "step_s": mean(step_s, counts),
     }
-    plain_s = column(lines, "plain_s")
-    if (is_there := np.isfinite(plain_s)).any():
-        kept = [line for line, known in zip(lines, is_there) if known]
-        own_s = column(kept, "rollout_s")
-        tokens = [own_s * column(kept, "rollout_tok_s"), column(kept, "plain_tokens")]
-        plain_s = plain_s[is_there]
-        rest_s = step_s[is_there] - own_s
-        found["rollouts over plain decoding"] = paired_speedup(own_s, plain_s, *tokens)
+    kept = [line for line in lines if "plain_s" in line]
+    if kept:
+        compared_s, plain_s = column(kept, "compared_s"), column(kept, "plain_s")
+        tokens = [column(kept, f"{name}_tokens") for name in ("compared", "plain")]
+        rest_s = column(kept, "reward_s") + column(kept, "update_s")
+        found["rollouts over plain decoding"] = paired_speedup(compared_s, plain_s, *tokens)
         found["steps over plain decoding"] = paired_speedup(
-            own_s + rest_s, plain_s + rest_s, *tokens
+            compared_s + rest_s, plain_s + rest_s, *tokens
         )
         found["rows identical to plain decoding"] = mean(column(kept, "identical"))
     return found
@@ -84,10 +96,16 @@ def summarise(lines: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
 
 def sentence(figures: Mapping[str, float]) -> str:
     """Returns what a run has reached."""
-    of = {name: value for name, value in figures.items() if name.startswith("reward, ")}
-    return "reward " + ", ".join(
-        f"{value:.3f} in {name.removeprefix('reward, ')}" for name, value in of.items()
+    rewards = {name: value for name, value in figures.items() if name.startswith("reward, ")}
+    said = "reward " + ", ".join(
+        f"{value:.3f} in {name.removeprefix('reward, ')}" for name, value in rewards.items()
     )
+    if figures.get(_UNEQUAL_AT_END, 1.0) < _FEW:
+        said += (
+            "; at the end nearly all groups have equal rewards, from which nothing is learned: "
+            "stop earlier, or take a harder reward, more samples or a higher temperature"
+        )
+    return said
 
 
 def write(

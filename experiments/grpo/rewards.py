@@ -24,7 +24,7 @@ def parses(prompt: str, output: str) -> float:
         if kept == 0:
             break
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes that are none
+            with warnings.catch_warnings(action="ignore"):  # of invalid escapes
                 ast.parse(prompt + "\n".join(lines[:n]))
             return kept / total
         except _REFUSED:

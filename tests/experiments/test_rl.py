@@ -19,6 +19,7 @@ from experiments import rl
 from experiments.grpo import experiment as grpo
 from experiments.grpo import objective, report, rewards
 from spec_jax import SamplerConfig, rng, testing
+from spec_jax.compilation import Timed
 from spec_jax.decoding import Finish
 from spec_jax.errors import ConfigError, TrainingError
 from spec_jax.loading import load_model
@@ -93,7 +94,7 @@ PHASES = {
     "rollouts": (grpo.RlExperiment, "rollouts"),
     "rewards": (grpo.RlExperiment, "rewards"),
     "advantages": (grpo, "advantages"),
-    "update": (grpo, "train_step"),
+    "update": (grpo, "Batch"),
     "memory": (grpo.RlExperiment, "_remember"),
     "log": (Log, "write"),
     "checkpoint": (Checkpoints, "save"),
@@ -112,7 +113,7 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_
 
     def stop(*args, **options):
         calls.append(args)
-        if len(calls) == (1 if phase in ("update", "export", "evaluation") else 3):
+        if len(calls) == (1 if phase in ("export", "evaluation") else 3):
             raise Stopped
         return whole(*args, **options)
 
@@ -121,6 +122,24 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_
         rl.train(config, tmp_path)
     assert rl.train(config, tmp_path).keys() == run[2].keys()
     equal(last_state(config, tmp_path), last_state(config, folder))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["", "data:2"])
+def test_nothing_is_compiled_after_the_first_step_nor_after_that_of_a_resumed_run(
+    mesh, files, tmp_path
+):
+    config = small(files, drafter="suffix", epochs=2, mesh=mesh, checkpoint_every_s=100.0)
+    for first in (0, 2):
+        with Checkpoints(tmp_path) as saved:
+            experiment = grpo.RlExperiment(config, tmp_path)
+            state = saved.restore(experiment.init_state())
+            assert int(state.step) == first
+            state, _ = experiment.step(state, experiment.batch_at(first))
+            with Timed() as timed:
+                state, _ = experiment.step(state, experiment.batch_at(first + 1))
+            assert timed.compile_s == 0
+            saved.save(first + 2, state)
 
 
 def learn(config, steps):
@@ -288,6 +307,8 @@ def test_the_rewards_of_a_report_are_those_of_steps():
 def test_advantages_are_by_group():
     found = objective.advantages(np.asarray([[1.0, 3.0], [0.1 + 0.2, 0.3], [5.0, 5.0]]))
     np.testing.assert_array_equal(found, [[-1, 1], [0, 0], [0, 0]])
+    found = objective.advantages(np.full((1, 7), 1e8 + 0.1))  # their mean is rounded
+    np.testing.assert_array_equal(found, np.zeros((1, 7)))
     found = objective.advantages(np.asarray([[1.0, 4.0]]), is_scaled=False)
     np.testing.assert_array_equal(found, [[-1.5, 1.5]])
 
@@ -415,6 +436,9 @@ def test_a_run_goes_on_once_its_reward_is_mended(run, tmp_path, monkeypatch):
         ({"drafter": "zoo/draft"}, "the vocabularies differ"),
         ({"max_new_tokens": 60}, "12 tokens and 60 new ones are 72; the target holds 64"),
         ({"drafter": "none", "rollouts": "invariant"}, "drafts nothing"),
+        ({"rollouts": "invariant", "strategy": "residual"}, "strategy is .*; expected match where"),
+        ({"rollouts": "invariant", "stages": ((4, 2),)}, "stages is .*; expected none where"),
+        ({"optimizer.clip": -1.0}, "optimizer.clip is -1.0; expected a number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(files, tmp_path, changes, message):
