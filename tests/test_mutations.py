@@ -467,7 +467,7 @@ MUTATIONS = mutants.read("""
         test_rows_are_plain_decodings_with_the_probabilities_of_a_pass_without_a_cache[eagle]
     a step is trained on the model's own probabilities
         objective.logprobs: (of(warm), of(logits)) -> (of(logits), of(logits))
-        test_the_loss_is_the_formulas
+        test_the_loss_is_the_formulas[5]
     * noise of a step is used again
         RlExperiment._batch: x_ + first_seed + y_ -> x_ + y_
         test_noise_and_prompts_are_new_in_every_step

@@ -274,14 +274,14 @@ class RlExperiment:
         self._roll = self._rollouts_of(self.decoder.system(), config.stages)
         plain = SpeculativeDecoder(self.target, target_sampler=sampler)
         self._plain = self._rollouts_of(plain.system(), ())
-        own = functools.partial(logprobs, model=model, sampler=sampler)
-        self._logprobs = self.placement.jit(lambda *args: own(cast(args[0], self.dtype), args[1]))
+        options = dict(model=model, sampler=sampler, max_new_tokens=config.max_new_tokens)
+
+        def of_policy(params, *rows):
+            return logprobs(cast(params, self.dtype), *rows, **options)
+
+        self._logprobs = self.placement.jit(of_policy)
         self._loss = functools.partial(
-            grpo_loss,
-            model=model,
-            sampler=sampler,
-            clip=tuple(config.clip),
-            kl_weight=config.kl_weight,
+            grpo_loss, **options, clip=tuple(config.clip), kl_weight=config.kl_weight
         )
         where = mesh and placement("the policy", self.target.config, mesh, rules)
         self._where = self.placement.state_shardings(where, self._make, self.target.params)
@@ -424,9 +424,10 @@ class RlExperiment:
             if config.old_logprobs == "rollout":
                 batch = batch.replace(old=found.logprobs)
             elif config.epochs > 1:
-                batch = batch.replace(old=self._logprobs(state.train.params, found.tokens)[0])
+                old, _ = self._logprobs(state.train.params, found.tokens, found.is_output)
+                batch = batch.replace(old=old)
             if config.kl_weight > 0:
-                own = self._logprobs(state.reference, found.tokens)[1]
+                _, own = self._logprobs(state.reference, found.tokens, found.is_output)
                 batch = batch.replace(reference=own)
             train = state.train
             for _ in range(config.epochs):

@@ -54,32 +54,48 @@ def advantages(rewards: np.ndarray, is_scaled: bool = True) -> np.ndarray:
 
 
 def logprobs(
-    params: Any, tokens: jax.Array, *, model: Model, sampler: SamplerConfig
+    params: Any,
+    tokens: jax.Array,
+    is_output: jax.Array,
+    *,
+    model: Model,
+    sampler: SamplerConfig,
+    max_new_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the log-probability of each token given those before it, in one pass.
+    """Computes the log-probability of each output token given those before it, in one pass.
 
     Args:
       params: The weights.
       tokens: i32[B,S].
+      is_output: bool[B,S], which of them are output: neighbours, and not the first.
       model: The model's functions.
       sampler: How tokens are drawn.
+      max_new_tokens: The most output tokens of a row; logits are computed for so many.
 
     Returns:
-      f32[B,S] under the distribution that ``sampler`` draws from, and under the model's own; 0 for
-      the first token. No gradient flows through the choice of what the filters drop. The token
-      itself is kept: rounding or an update may have put it past their edge since it was drawn.
+      f32[B,S] under the distribution that ``sampler`` draws from, and under the model's own; 0 of
+      tokens that are no output. No gradient flows through the choice of what the filters drop. The
+      token itself is kept: rounding or an update may have put it past their edge since.
     """
-    logits = model.unembed(params, model.forward(params, tokens[:, :-1]).hidden)
-    drawn = make_sampler(sampler, len(tokens), model.vocab_size)
+    B, S = tokens.shape
+    columns = jnp.argmax(is_output, axis=1)[:, None] + jnp.arange(min(max_new_tokens, S - 1))
+    places = jnp.minimum(columns, S - 1)
+    labels = jnp.take_along_axis(tokens, places, axis=1)[..., None]
+    hidden = model.forward(params, tokens[:, :-1]).hidden
+    hidden = jnp.take_along_axis(hidden, jnp.maximum(places - 1, 0)[..., None], axis=1)
+    logits = model.unembed(params, hidden)
+    drawn = make_sampler(sampler, B, model.vocab_size)
     warm = logits / sampler.temperature
     if drawn.filters is not None:
         kept = process(jax.lax.stop_gradient(logits), drawn) > -jnp.inf
-        kept |= jnp.arange(model.vocab_size) == tokens[:, 1:, None]
+        kept |= jnp.arange(model.vocab_size) == labels
         warm = jnp.where(kept, warm, -jnp.inf)
 
     def of(x):
-        found = jnp.take_along_axis(x, tokens[:, 1:, None], axis=-1)[..., 0]
-        return jnp.pad(found - jax.nn.logsumexp(x, axis=-1), ((0, 0), (1, 0)))
+        values = jnp.take_along_axis(x, labels, axis=-1)[..., 0] - jax.nn.logsumexp(x, axis=-1)
+        rows = jnp.arange(B)[:, None]
+        placed = jnp.zeros((B, S)).at[rows, columns].set(values, mode="drop")
+        return jnp.where(is_output, placed, 0.0)
 
     return of(warm), of(logits)
 
@@ -92,6 +108,7 @@ def grpo_loss(
     *,
     model: Model,
     sampler: SamplerConfig,
+    max_new_tokens: int,
     clip: tuple[float, float],
     kl_weight: float,
 ) -> tuple[jax.Array, dict[str, Any]]:
@@ -107,6 +124,7 @@ def grpo_loss(
       counts: What each term is divided by, see ``spec_jax.train.objective.Objective``.
       model: The model's functions.
       sampler: How the tokens were drawn.
+      max_new_tokens: The most output tokens of a row.
       clip: How far the ratio may fall below 1, and rise above it.
       kl_weight: Of the KL divergence to the reference.
 
@@ -114,9 +132,10 @@ def grpo_loss(
       The loss f32[], and figures: ``terms``, ``kl``, ``ratio`` and ``clipped``, means of tokens.
     """
     del frozen
-    drawn, own = logprobs(params, batch.tokens, model=model, sampler=sampler)
-    old = jax.lax.stop_gradient(drawn) if batch.old is None else batch.old
     is_output = batch.is_output
+    options = dict(model=model, sampler=sampler, max_new_tokens=max_new_tokens)
+    drawn, own = logprobs(params, batch.tokens, is_output, **options)
+    old = jax.lax.stop_gradient(drawn) if batch.old is None else batch.old
     ratio = jnp.exp(jnp.where(is_output, drawn - old, 0.0))
     advantage = batch.advantages[:, None]
     kept = jnp.clip(ratio, 1 - clip[0], 1 + clip[1])

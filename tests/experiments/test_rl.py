@@ -227,10 +227,12 @@ def test_steps_are_those_of_usual_plain_decoding_until_rounding_parts_two_tokens
 one_pass = jax.jit(functools.partial(transformer.logits, config=CONFIG))
 
 
-def test_the_loss_is_the_formulas():
+@pytest.mark.parametrize("max_new_tokens", [5, 20])
+def test_the_loss_is_the_formulas(max_new_tokens):
     """In NumPy, of rows of several lengths, with tokens that the filters drop by now."""
     tokens = jnp.asarray(np.random.RandomState(0).randint(0, 31, (3, 9)), jnp.int32)
-    is_output = jnp.asarray((np.arange(9) >= 4) & (np.arange(9) < np.asarray([[9], [7], [8]])))
+    begins, ends = np.asarray([[[4], [2], [5]], [[9], [7], [8]]])
+    is_output = jnp.asarray((np.arange(9) >= begins) & (np.arange(9) < ends))
     warm = SamplerConfig(temperature=1.5, top_k=14)
     other = jax.tree.map(lambda w: 0.9 * w, TARGET.params)
     above = np.asarray([1.0, -0.5, 2.0])
@@ -254,6 +256,7 @@ def test_the_loss_is_the_formulas():
 
     def loss(params):
         options = dict(model=TARGET.model, sampler=warm, clip=(0.2, 0.3), kl_weight=0.1)
+        options |= {"max_new_tokens": max_new_tokens}
         return objective.grpo_loss(params, batch, **options)
 
     drawn, own = numbers(TARGET.params)
@@ -275,9 +278,11 @@ def test_gradients_are_finite_where_tokens_lie_past_the_edge_of_the_filters():
     sampler = SamplerConfig(temperature=1.5, top_k=2, top_p=0.5)
     batch = objective.Batch(tokens, jnp.arange(9) >= jnp.full((3, 1), 4), jnp.asarray([1.0, -1, 2]))
     options = dict(model=TARGET.model, sampler=sampler, clip=(0.2, 0.2), kl_weight=0.0)
+    options |= {"max_new_tokens": 5}
 
     def loss(params):
-        drawn = objective.logprobs(params, tokens, model=TARGET.model, sampler=sampler)[0]
+        given = dict(model=TARGET.model, sampler=sampler, max_new_tokens=5)
+        drawn = objective.logprobs(params, tokens, batch.is_output, **given)[0]
         return objective.grpo_loss(params, batch, **options)[0], drawn
 
     (value, drawn), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(TARGET.params)
