@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config.reward = "experiments.grpo.rewards:is_short"
     config.sampler.top_p = 0.95
     config.accumulate = 4
-    config.optimizer.lr = 1e-5
+    config.optimizer.lr = 3e-5
     config.steps = 30
     config.eval_every = 10
     return config

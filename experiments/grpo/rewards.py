@@ -33,13 +33,16 @@ def parses(prompt: str, output: str) -> float:
 
 
 def is_short(prompt: str, output: str) -> float:
-    """Returns 1 for an answer of one sentence of at most 20 words that ends, and less otherwise."""
+    """Returns 1 for an answer of one sentence of at most 20 words, and less the longer it is.
+
+    Half of it counts words, and half sentences; what follows the last end of a sentence is one too.
+    """
     del prompt
     text = output.strip()
     words = len(text.split())
-    sentences = len(re.findall(r"[.!?](?=\s|$)", text))
-    has_end = text[-1:] in (".", "!", "?")
-    return (0 < words <= 20) / 2 + (sentences == 1 and has_end) / 2
+    ends = len(re.findall(r"[.!?](?=\s|$)", text))
+    sentences = ends + (text[-1:] not in (".", "!", "?"))
+    return (min(1.0, 20 / words) + 1 / sentences) / 2 if words else 0.0
 
 
 def load(name: str) -> Callable[[Any, Any], float]:

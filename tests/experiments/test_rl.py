@@ -335,8 +335,9 @@ def test_the_parser_rewards_lines_up_to_its_first_error(output, expected):
 
 def test_short_answers_are_rewarded():
     assert rewards.is_short("", " It is blue. ") == 1
-    assert rewards.is_short("", "It is. So it is.") == rewards.is_short("", "It is") == 0.5
-    assert rewards.is_short("", "") == 0
+    assert rewards.is_short("", "It is. So it is.") == rewards.is_short("", "It is. So it") == 0.75
+    assert rewards.is_short("", "word " * 80) == 0.625
+    assert rewards.is_short("", "") == rewards.is_short("", " ") == 0
 
 
 def test_noise_and_prompts_are_new_in_every_step(files):
