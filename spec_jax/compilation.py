@@ -124,7 +124,7 @@ class Timed:
 
 
 class NamedProgram:
-    """Names the program that a block runs; says so if its compilation takes long.
+    """Names the program that a block runs; says so if one that compiles first takes long.
 
     Args:
       what: its name for people.
@@ -141,7 +141,7 @@ class NamedProgram:
         """Called when this thread begins to compile."""
         with _lock:
             if self._notice is None:
-                self._notice = Notice(f"compiling {self.what}")
+                self._notice = Notice(f"compiling and running {self.what}")
 
     def __enter__(self) -> NamedProgram:
         self._token = _program.set(self)

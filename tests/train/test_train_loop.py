@@ -100,7 +100,7 @@ def test_the_first_ctrl_c_saves_and_another_ends_at_once(tmp_path, capsys, monke
     _, is_done = run(tmp_path, on_step=press, **rarely)
     assert not is_done and signal.getsignal(signal.SIGINT) == before
     assert "Ctrl-C: saved at step 6; the same command goes on from there" in capsys.readouterr().out
-    assert "compiling the training step" in said
+    assert "compiling and running the training step" in said
     preemption = functools.partial(loop.Preemption, clock=lambda: clock_s[0])
     monkeypatch.setattr(loop, "Preemption", preemption)
 
