@@ -149,20 +149,21 @@ def make_plan(
     tokens_per_step = config.batch * config.length
     head = recipe.head_config(config, folder, target, 1000)
     train_head.validate(head)
+    shutil.rmtree(folder / recipe.VIEWS, ignore_errors=True)  # of a trial that was killed
     trial = HeadExperiment(head, folder / "trial")
     step_s = seconds_per_step(trial)
     stored_s = seconds_per_step(trial) if head.data.view_cache else step_s
     left_s = (end_s - time.monotonic() - _EVALUATION * 60 * config.minutes) * (1 - _MARGIN)
-    epoch = tokens_per_prompt / tokens_per_step  # steps a prompt
+    steps_per_prompt = tokens_per_prompt / tokens_per_step  # of each epoch
     num_prompts = config.num_prompts
     if num_prompts is None:
         fixed_s = (config.steps or 0) * step_s
         first = min(config.epochs, 1.0)
-        each_s = epoch * (first * step_s + (config.epochs - first) * stored_s)
-        each_s = prompt_s + (0 if config.steps else each_s)
+        steps_s = steps_per_prompt * (first * step_s + (config.epochs - first) * stored_s)
+        each_s = prompt_s + (0 if config.steps else steps_s)
         num_prompts = max(num_trial, int((left_s - fixed_s) / each_s))
-    steps = config.steps or max(1, int(config.epochs * epoch * num_prompts))
-    num_stored = max(0, steps - int(epoch * num_prompts))  # steps on windows that were seen before
+    steps = config.steps or max(1, int(config.epochs * steps_per_prompt * num_prompts))
+    num_stored = max(0, steps - int(steps_per_prompt * num_prompts))  # on windows seen before
     tokens = steps * tokens_per_step
     text_s = prompt_s * (num_prompts - num_trial)
     head_s = (steps - num_stored) * step_s + num_stored * stored_s
