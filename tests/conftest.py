@@ -171,6 +171,12 @@ def _release_programs_of_the_test(request):
         compilation.release_programs(30_000)
 
 
+@pytest.fixture
+def programs_kept():
+    """For tests that count compilations: nothing that they compile is dropped while they run."""
+    compilation.release_programs(10_000)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> pathlib.Path:
     """Real inputs that do not ship with the project."""

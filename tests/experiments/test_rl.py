@@ -125,6 +125,7 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_state(phase, run, tmp_
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("programs_kept")
 @pytest.mark.parametrize("mesh", ["", "data:2"])
 def test_nothing_is_compiled_after_the_first_step_nor_after_that_of_a_resumed_run(
     mesh, files, tmp_path
