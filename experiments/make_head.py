@@ -186,7 +186,7 @@ def make_plan(
 def sentences(config: ConfigDict, plan: Mapping[str, Any]) -> list[str]:
     """Returns sentences on what the run will do."""
     tau = plan["tau"]
-    expected = "no curve of tau has been measured for this target, so none is expected"
+    expected = "no tau has been measured for this target and so little text, so none is expected"
     if tau is not None:
         expected = f"expected tau {tau:.2f}, by the curve that was measured for this target"
     over = []

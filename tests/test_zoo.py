@@ -1,27 +1,28 @@
 """The models that ship: their sizes, layers and vocabulary, and that the card tells the truth."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.smollm2 import HAS_SMOLLM2
 
 from configs import train_zoo_draft, train_zoo_target
 from experiments import train_lm
 from spec_jax import zoo
 from spec_jax.config import SpeculativeConfig
-from spec_jax.data import python_source, tokens
+from spec_jax.data import python_source, questions, tokens
 from spec_jax.engine.decoder import SpeculativeDecoder
+from spec_jax.evaluation.prompts import PromptEncoder
 from spec_jax.loading import load_draft, load_model
 from spec_jax.models import transformer
 from spec_jax.train import losses
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 CARD = zoo.path("zoo/target").parent / "MODEL_CARD.md"
 PAIR, HEADS, BLOCKS, OF_SMOLLM2 = (zoo.NAMES[i:j] for i, j in ((0, 2), (2, 5), (5, 7), (7, 8)))
-HAS_SMOLLM2 = pytest.mark.skipif(
-    zoo.path(zoo.SMOLLM2) is None, reason=f"needs {zoo.INSTALL_SMOLLM2}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,19 @@ def test_heads_draft_what_the_target_says(models, greedy, name):
     rows = decoder.generate(prompts, 32, stop_tokens=())
     assert decoder.stats.tau > (1.8 if name == "zoo/dflash" else 2.2 if name in BLOCKS else 2.5)
     assert [row.tokens for row in rows] == expected
+
+
+@pytest.mark.exhaustive
+@HAS_SMOLLM2
+def test_the_head_of_smollm2_drafts_what_it_says():
+    """A coarse bound, on the first of each kind of the questions that ship."""
+    target = load_model(zoo.SMOLLM2)
+    chosen, _, _ = questions.load(ROOT / "configs" / "smollm2_questions.jsonl", 0)
+    prompts = [PromptEncoder(target)(question) for question in chosen[::6]]
+    expected = SpeculativeDecoder(target).generate(prompts, 48)
+    head = load_draft(*OF_SMOLLM2, target)
+    assert f"{head.num_params:,}" in CARD.read_text(encoding="utf-8")
+    decoder = SpeculativeDecoder(target, head, SpeculativeConfig(head.method, 3))
+    rows = decoder.generate(prompts, 48)
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    assert decoder.stats.tau > 1.3

@@ -131,6 +131,7 @@ def test_tau_is_expected_only_where_a_curve_was_measured(target, monkeypatch):
     assert recipe.expected_tau("there", "eagle3", 3e5) is None
     assert recipe.expected_tau("here", "eagle3", np.sqrt(1e11)) == pytest.approx(1.5)
     assert recipe.expected_tau("here", "eagle3", 1e7) == 1.8
+    assert recipe.expected_tau("here", "eagle3", 9e4) is None
     plan = dict(num_prompts=9, tokens=8000, text_s=60.0, steps=5, head_s=90.0, tau=None)
     assert "none is expected" in sentences(small(target), plan)[-1]
     assert "expected tau 1.80" in sentences(small(target), plan | {"tau": 1.8})[-1]

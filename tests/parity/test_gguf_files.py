@@ -8,6 +8,7 @@ import pytest
 from models.test_gguf import MODELS, TEXTS, bpe
 from needs import torch, transformers
 from support.gguf_files import write
+from support.smollm2 import HAS_SMOLLM2
 from support.tiny_models import random_weights
 
 import spec_jax
@@ -17,9 +18,6 @@ from spec_jax.models.gguf import read_header
 
 pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
 whole = jax.jit(transformer.logits, static_argnames="config")
-HAS_SMOLLM2 = pytest.mark.skipif(
-    zoo.path(zoo.SMOLLM2) is None, reason=f"needs {zoo.INSTALL_SMOLLM2}"
-)
 
 
 def in_torch(file: pathlib.Path):
