@@ -25,7 +25,6 @@ def get_config() -> ConfigDict:
     config.target = "zoo/smollm2"
     config.head.draft_vocab_size = 8192  # of 49,152; omits 3.7 % of the tokens
     config.loss.num_steps = 2
-    config.data.text = ""
     config.data.has_document_masks = True
     config.steps = 1500
     config.batch = 2
