@@ -22,7 +22,7 @@ from spec_jax.train import losses
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CARD = zoo.path("zoo/target").parent / "MODEL_CARD.md"
-PAIR, HEADS, BLOCKS, OF_SMOLLM2 = (zoo.NAMES[i:j] for i, j in ((0, 2), (2, 5), (5, 7), (7, 8)))
+PAIR, HEADS, BLOCKS, OF_SMOLLM2 = zoo.NAMES[:2], zoo.NAMES[2:5], zoo.NAMES[5:7], zoo.NAMES[7:]
 
 
 @pytest.fixture(scope="module")
@@ -99,31 +99,30 @@ def greedy(models):
     return prompts, [row.tokens for row in rows]
 
 
+def check_drafts(target, name, num_draft, num_tokens, prompts, expected, **options) -> float:
+    """Asserts that decoding with a head that the card describes is the target's; returns tau."""
+    head = load_draft(name, target)
+    assert head.notes is not None and f"{head.num_params:,}" in CARD.read_text(encoding="utf-8")
+    decoder = SpeculativeDecoder(target, head, SpeculativeConfig(head.method, num_draft))
+    rows = decoder.generate(prompts, num_tokens, **options)
+    assert [row.tokens for row in rows] == expected
+    return decoder.stats.tau
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*HEADS, *BLOCKS])
 def test_heads_draft_what_the_target_says(models, greedy, name):
     """Coarse bounds, from real decoding of held-out functions; greedy tokens are the target's."""
-    target = models["zoo/target"]
-    head = load_draft(name, target)
-    assert head.notes is not None and f"{head.num_params:,}" in CARD.read_text(encoding="utf-8")
-    prompts, expected = greedy
-    decoder = SpeculativeDecoder(target, head, SpeculativeConfig(head.method, 5))
-    rows = decoder.generate(prompts, 32, stop_tokens=())
-    assert decoder.stats.tau > (1.8 if name == "zoo/dflash" else 2.2 if name in BLOCKS else 2.5)
-    assert [row.tokens for row in rows] == expected
+    tau = check_drafts(models["zoo/target"], name, 5, 32, *greedy, stop_tokens=())
+    assert tau > (1.8 if name == "zoo/dflash" else 2.2 if name in BLOCKS else 2.5)
 
 
 @pytest.mark.exhaustive
 @HAS_SMOLLM2
-def test_the_head_of_smollm2_drafts_what_it_says():
+def test_the_head_of_smollm2_drafts_what_its_target_says():
     """A coarse bound, on the first of each kind of the questions that ship."""
     target = load_model(zoo.SMOLLM2)
     chosen, _, _ = questions.load(ROOT / "configs" / "smollm2_questions.jsonl", 0)
     prompts = [PromptEncoder(target)(question) for question in chosen[::6]]
-    expected = SpeculativeDecoder(target).generate(prompts, 48)
-    head = load_draft(*OF_SMOLLM2, target)
-    assert f"{head.num_params:,}" in CARD.read_text(encoding="utf-8")
-    decoder = SpeculativeDecoder(target, head, SpeculativeConfig(head.method, 3))
-    rows = decoder.generate(prompts, 48)
-    assert [row.tokens for row in rows] == [row.tokens for row in expected]
-    assert decoder.stats.tau > 1.3
+    expected = [row.tokens for row in SpeculativeDecoder(target).generate(prompts, 48)]
+    assert check_drafts(target, *OF_SMOLLM2, 3, 48, prompts, expected) > 1.3
