@@ -39,6 +39,9 @@ def get_config() -> ConfigDict:
             "max_tokens": placeholder(int),
             "temperature": 1.0,  # they are sampled
             "top_p": 0.95,  # likewise, see SamplerConfig
+            # They go on from: "english", words that questions begin with; a file with some on each
+            # line; or empty: the target begins, and most turns alike.
+            "first_words": "english",
             "share_of_time": 0.35,  # where there are ``minutes``
         }
     )

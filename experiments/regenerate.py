@@ -38,7 +38,7 @@ from experiments.run.drafts import load_drafts
 from experiments.run.journal import Responses
 from spec_jax import processes
 from spec_jax.config import SamplerConfig, build
-from spec_jax.data import python_source
+from spec_jax.data import first_words, python_source
 from spec_jax.data.questions import of_record, read, read_record
 from spec_jax.data.records import Conversation, Text, is_json, read_records, read_rows
 from spec_jax.data.splits import HeldOut, is_document
@@ -115,6 +115,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
         (0 <= config.held_out_share < 1, "held_out_share", "a number in [0, 1)"),
         (config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}"),
     )
+    if source == "self":
+        first_words.load(config.turns.first_words)
     return config
 
 
@@ -360,7 +362,9 @@ def write_prompts(
     cli.tokenizer_of(target)
     if processes.count() > 1:
         raise ConfigError("prompt_source is 'self': write the prompts in one process first")
-    opening = Opening.of(target.tokenizer, target.stop_tokens)
+    words = first_words.load(config.turns.first_words)
+    opening = Opening.of(target.tokenizer, target.stop_tokens, words)
+    starts = [opening.start(index, target.tokenizer) for index in range(config.num_prompts)]
     path = folder / TURNS
     sampler = SamplerConfig(
         config.turns.temperature, top_p=config.turns.top_p, seed=(config.seed + _TURN_SEEDS) % 2**32
@@ -380,10 +384,10 @@ def write_prompts(
         return found
 
     def pairs() -> Iterator[tuple[int, list[int]]]:
-        for index in range(config.num_prompts):
+        for index, start in enumerate(starts):
             if index == _ENOUGH + config.batch:
                 check(chosen())  # a target that writes nothing but noise
-            yield index, opening.ids
+            yield index, start
 
     with Responses(path) as turns:
         if len(turns) < config.num_prompts and time.monotonic() < until_s:
@@ -395,7 +399,7 @@ def write_prompts(
                 pairs(),
                 config.num_prompts,
                 what="prompts that the target writes",
-                longest=max(config.max_prompt_tokens or 0, len(opening.ids)),
+                longest=max(config.max_prompt_tokens or 0, *map(len, starts)),
                 max_new_tokens=limit,
                 until_s=until_s,
                 sampler=sampler,

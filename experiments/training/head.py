@@ -328,6 +328,8 @@ class HeadExperiment:
         self.texts = [text]
         if data.text and data.responses:
             self.texts.append(texts.load_responses(pathlib.Path(data.responses), tokenizer))
+        if data.has_prompt_loss:
+            self.texts = [text._replace(mask=None) for text in self.texts]
         texts.check_held_out(self.held_out, config.length, config.data)
         self._eval_windows = self.held_out.num_windows(config.length)
         shares = [data.text_share] * bool(data.text) + [data.responses_share] * bool(data.responses)

@@ -57,6 +57,7 @@ def head_config(config: ConfigDict, folder: pathlib.Path, target: LoadedModel, s
         head.loss.num_steps = config.k
     head.data.update(text="", responses=str(folder / "training.jsonl"))
     head.data.has_document_masks = target.model.can_rewind
+    head.data.has_prompt_loss = config.prompt_source == "self"
     if jax.default_backend() == "cpu" and config.epochs > 1:
         head.data.view_cache = str(folder / VIEWS)
     head.optimizer.update(matrix_lr=0.03, warmup=max(1, min(20, steps // 10)))

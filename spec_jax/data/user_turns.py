@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from spec_jax.data import first_words
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.tokens import separator_id
 from spec_jax.errors import ConfigError
@@ -40,6 +41,7 @@ class Opening(NamedTuple):
       stop_tokens: The ids that end a turn.
       stop: The texts that do, if no id does.
       tags: Texts that no turn should have.
+      first_words: Words of which each turn begins with some, see ``first_words``; empty: none.
     """
 
     ids: list[int]
@@ -48,14 +50,18 @@ class Opening(NamedTuple):
     stop_tokens: tuple[int, ...]
     stop: tuple[str, ...]
     tags: tuple[str, ...]
+    first_words: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, stop_tokens: Sequence[int]) -> Opening:
+    def of(
+        cls, tokenizer: Tokenizer, stop_tokens: Sequence[int], first_words: tuple[str, ...] = ()
+    ) -> Opening:
         """Finds where the user speaks; a model without a chat template begins a text.
 
         Args:
           tokenizer: The model's tokenizer, with its chat template.
           stop_tokens: The ids at which the model's answers end.
+          first_words: Of turns; unused without a chat template.
 
         Raises:
           ConfigError: The template fails, or does not write the user's words as they are, once; or
@@ -86,7 +92,18 @@ class Opening(NamedTuple):
         ends = tuple(dict.fromkeys((*stop_tokens, *ends)))
         # White space before a word may be a part of the word's token, which the model then writes.
         ids = os.path.commonprefix([encode(before + word) for word in ("", *_FIRST)])
-        return cls(ids or encode(before), before, after, ends, stop, tags)
+        return cls(ids or encode(before), before, after, ends, stop, tags, first_words)
+
+    def words(self, index: int) -> str:
+        """Returns the first words of a turn; "" if the model writes them, too."""
+        return first_words.of(self.first_words, index) if self.before else ""
+
+    def start(self, index: int, tokenizer: Tokenizer) -> list[int]:
+        """Returns the ids that the model goes on from to write a turn."""
+        words = self.words(index)
+        if not words:
+            return self.ids
+        return tokenizer.backend.encode(self.before + words, add_special_tokens=False).ids
 
     def row(self, index: int, text: str) -> dict[str, Any]:
         """Returns a turn as a line of a file of prompts."""
@@ -169,6 +186,7 @@ def choose(
         text = tokenizer.decode(ids, has_special=True)
         for stop in opening.stop:
             text = text.partition(stop)[0]
+        text = opening.words(turn["index"]) + text
         text = text.strip() if opening.before else text.rstrip("\ufffd")
         reason = opening.fault(ids, text, turn["finish_reason"], min_tokens)
         key = " ".join(text.casefold().split())

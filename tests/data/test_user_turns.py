@@ -5,6 +5,7 @@ import random
 import pytest
 from support import chat_templates as chat
 
+from spec_jax.data import first_words
 from spec_jax.data.conversations import Encoder
 from spec_jax.data.records import Conversation, Text, parse_record
 from spec_jax.data.user_turns import Opening, choose
@@ -93,3 +94,42 @@ def test_of_a_text_that_ended_nothing_is_left_to_continue():
     opening = Opening.of(tokenizer, (1,))
     found = choose(turns_of(tokenizer, opening, TURN, f"{TURN}..."), opening, tokenizer, 4)
     assert found.texts == {1: f"{TURN}..."} and found.left_out == {"ended": 1}
+
+
+def test_turns_go_on_from_first_words():
+    tokenizer = chat.byte_level(chat.CHATML)
+    words = ("What is", "def\n")
+    opening = Opening.of(tokenizer, (1,), words)
+    assert {opening.words(i) for i in range(20)} == {*words}
+    which = [opening.words(i) == words[0] for i in range(8)]
+    index = which.index(True)
+    start = opening.start(index, tokenizer)
+    assert tokenizer.decode(start, has_special=True) == opening.before + "What is"
+    assert opening.prompt(TURN, tokenizer)[: len(start)] == start
+    turns = turns_of(tokenizer, opening, *[f" two and {i}?" for i in range(8)])
+    found = choose(turns, opening, tokenizer, 4)
+    for i, is_what in enumerate(which):
+        expected = f"What is two and {i}?" if is_what else f"def\n two and {i}?"
+        assert found.texts[i] == expected
+
+
+def test_a_text_without_a_template_has_no_first_words():
+    tokenizer = chat.byte_level()
+    opening = Opening.of(tokenizer, (1,), ("What is",))
+    assert opening.words(0) == "" and opening.start(0, tokenizer) == opening.ids
+
+
+def test_first_words_are_a_list_or_a_file(tmp_path):
+    english = first_words.load("english")
+    assert len({*english}) == len(english) > 200 and "from typing import List\n\n\ndef" in english
+    file = tmp_path / "words.txt"
+    file.write_text("Schreibe \n\nWas ist\\nein\nWas ist\\nein\n", encoding="utf-8")
+    assert first_words.load(str(file)) == ("Schreibe", "Was ist\nein")
+    assert first_words.load("") == ()
+    drawn = [first_words.of(english, index) for index in range(4000)]
+    assert {*drawn} == {*english}
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is an empty file"):
+        first_words.load(str(file))
+    with pytest.raises(ConfigError, match="'inglish' cannot be read .*give 'english', a file"):
+        first_words.load("inglish")

@@ -14,7 +14,7 @@ from experiments import regenerate as experiment
 from experiments.regenerate import regenerate, said
 from experiments.run.journal import Responses
 from spec_jax import SamplerConfig, SpeculativeConfig, SpeculativeDecoder, load_model, rng
-from spec_jax.data import python_source
+from spec_jax.data import first_words, python_source
 from spec_jax.data.records import read_records
 from spec_jax.data.splits import HeldOut
 from spec_jax.data.user_turns import Opening, choose
@@ -287,13 +287,14 @@ def test_the_target_writes_prompts_that_depend_on_their_index_alone(written, cha
     folder, report = written
     decoder = SpeculativeDecoder(load_model(chat_target))
     tokenizer = decoder.target.tokenizer
-    opening = Opening.of(tokenizer, decoder.target.stop_tokens)
+    words = first_words.load("english")
+    opening = Opening.of(tokenizer, decoder.target.stop_tokens, words)
     turns = {row["index"]: row for row in jsonl(folder / "turns.jsonl")}
     assert sorted(turns) == [*range(40)] and opening.before == "<|endoftext|>u:"
     for index in (0, 17):
         sampler = SamplerConfig(1.0, top_p=0.95, seed=(1 << 31) + index)
         stops = dict(stop_tokens=opening.stop_tokens)
-        alone = decoder.generate(opening.ids, 12, sampler=sampler, **stops)
+        alone = decoder.generate(opening.start(index, tokenizer), 12, sampler=sampler, **stops)
         assert tuple(turns[index]["response_ids"]) == alone.tokens
     chosen = choose(turns.values(), opening, tokenizer, 2)
     assert {*chosen.left_out} >= {"short", "unfinished"} and len(chosen.texts) > 5

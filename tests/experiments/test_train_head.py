@@ -231,6 +231,19 @@ def test_tau_is_measured_on_the_held_out_text_unless_prompts_are_named(files, tm
     assert {tuple(ids) for ids in experiment._prompts} <= {tuple(r["prompt_ids"]) for r in rows}
 
 
+def test_prompts_are_learnt_from_if_that_is_asked_for(files, tmp_path):
+    changes = {"data.text": "", "data.held_out_share": 0.25}
+    usual, whole = (
+        HeadExperiment(small(files, **changes, **{"data.has_prompt_loss": has}), tmp_path)
+        for has in (False, True)
+    )
+    batches = [experiment.batch_at(0) for experiment in (usual, whole)]
+    assert np.array_equal(batches[0].tokens, batches[1].tokens)
+    assert not np.all(batches[0].mask) and np.all(batches[1].mask)
+    assert np.array_equal(usual.held_out.mask, whole.held_out.mask)  # tau begins at answers
+    assert not np.all(whole.held_out.mask)
+
+
 def test_documents_of_a_batch_begin_where_the_files_do_if_they_are_asked_for(files, tmp_path):
     config = small(files, **{"data.text_share": 0.0})
     before = HeadExperiment(config, tmp_path).batch_at(0)
