@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from speculators_models import load_theirs, torch
 from support import block_drafts, parallel_heads
+from support.smollm2 import HAS_SMOLLM2
 from support.tiny_models import LLAMA, QWEN3, random_tensor, random_tokens, random_weights
 from test_speculators_blocks import CASES as BLOCKS
 
-from spec_jax import load_draft, load_model
+from spec_jax import load_draft, load_model, zoo
+from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.eagle.model import (
     EagleConfig,
     forward,
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3  # one from the target's states, two recycled
 V, U, D, T = 31, 20, 16, 9
 TARGET = dataclasses.replace(LLAMA, num_hidden_layers=8, max_position_embeddings=64)
+TEXT = "The house stands at the end of a road, and a garden lies behind it."
 IDS = np.sort(np.random.RandomState(0).permutation(V)[:U])
 LLAMA_3 = RopeConfig("llama3", 5e5, factor=8.0, original_max_position_embeddings=32)
 HEADS = {
@@ -84,10 +87,10 @@ def their_logits(model, features, tokens):
     return np.stack(found)
 
 
-def our_logits(head, row, features, tokens):
+def our_logits(head, target, row, features, tokens):
     """Logits f32[STEPS,V] behind the pairs up to ``row``, its state recycled with later tokens."""
-    config, model = head.config, transformer.model(TARGET)
-    both = {"head": head.params, "target": random_weights(TARGET)}
+    config, model = head.config, transformer.model(target.config)
+    both = {"head": head.params, "target": target.params}
     embed = both["head" if config.own_embed else "target"]["embed"]
 
     @jax.jit
@@ -104,25 +107,42 @@ def our_logits(head, row, features, tokens):
     return np.stack(logits)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_an_exported_head_has_the_same_logits_there(tmp_path, targets, name):
-    head = make_head(name)
-    head.save(tmp_path, targets[TARGET], format="speculators")
-    model = load_theirs(tmp_path, "eagle3")
-    tokens = np.array(random_tokens(T), np.int64)
-    target = transformer.model(TARGET, head.config.taps)
-    output = target.forward(random_weights(TARGET), jnp.asarray(tokens[None]))
+def check_logits(folder, head, target, tokens):
+    """Compares the logits of a head with those of the same head as we export it."""
+    head.save(folder, target, format="speculators")
+    model = load_theirs(folder, "eagle3")
+    tokens = np.array(tokens, np.int64)
+    tapped = transformer.model(target.config, head.config.taps)
+    output = tapped.forward(target.params, jnp.asarray(tokens[None]))
     features = np.array(output.features[0])
     theirs = their_logits(model, features, tokens)
-    ids = IDS if head.config.layer.vocab_size < V else np.arange(V)
-    if len(ids) < V:
-        np.testing.assert_array_equal(model.d2t.numpy() + np.arange(U), ids)
+    ids = draft_ids(head.params)
+    ids = np.arange(target.config.vocab_size) if ids is None else np.asarray(ids)
+    if len(ids) < target.config.vocab_size:
+        np.testing.assert_array_equal(model.d2t.numpy() + np.arange(len(ids)), ids)
         np.testing.assert_array_equal(np.flatnonzero(model.t2d.numpy()), ids)
     assert np.abs(theirs).max() > 0.5  # an error would show
     for row in (0, T - STEPS):
-        ours = our_logits(head, row, features, tokens)
+        ours = our_logits(head, target, row, features, tokens)
         np.testing.assert_allclose(ours[:, ids], theirs[:, row], rtol=0, atol=1e-4)
         assert np.isneginf(np.delete(ours, ids, axis=1)).all()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_exported_head_has_the_same_logits_there(tmp_path, targets, name):
+    head = make_head(name)
+    if head.config.layer.vocab_size < V:
+        np.testing.assert_array_equal(draft_ids(head.params), IDS)
+    check_logits(tmp_path, head, targets[TARGET], random_tokens(T))
+
+
+@HAS_SMOLLM2
+def test_the_head_of_the_zoo_has_the_same_logits_there(tmp_path):
+    whole = load_model(zoo.SMOLLM2)
+    save_pretrained(tmp_path / "target", whole.params, whole.config)  # the form that they read
+    target = load_model(tmp_path / "target")
+    head = load_draft("zoo/smollm2-eagle3", target)
+    check_logits(tmp_path / "head", head, target, whole.tokenizer.encode(TEXT)[:T])
 
 
 EVERY = {  # what they call a head, its target, and the head
