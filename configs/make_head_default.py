@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
     # and for the zoo's target the library that it was trained on.
     config.prompt_source = placeholder(str)
     config.prompts = ""  # a file of prompts or conversations
+    config.first_words = "english"  # of the turns that the target writes: or a file, or empty
     config.max_new_tokens = 192  # maximum output tokens of a response
     config.num_prompts = placeholder(int)  # by default as many as there is time for
     config.steps = placeholder(int)  # of training, likewise

@@ -39,8 +39,8 @@ def get_config() -> ConfigDict:
             "max_tokens": placeholder(int),
             "temperature": 1.0,  # they are sampled
             "top_p": 0.95,  # likewise, see SamplerConfig
-            # They go on from: "english", words that questions begin with; a file with some on each
-            # line; or empty: the target begins, and most turns alike.
+            # First words of each turn: "english", a list of ours; a file with one entry per line;
+            # or empty, where the target writes whole turns, most of which begin alike.
             "first_words": "english",
             "share_of_time": 0.35,  # where there are ``minutes``
         }

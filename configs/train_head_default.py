@@ -93,7 +93,8 @@ def get_config() -> ConfigDict:
             "has_document_masks": False,
             "responses": placeholder(str),  # a JSONL file of experiments.regenerate
             "responses_share": 0.5,  # of the windows that are responses
-            # Learn from prompts, too, not from answers alone: more of a text that the target wrote.
+            # Count the training loss on the responses' prompts, too (held-out ones count answers
+            # alone): for prompts that the target wrote.
             "has_prompt_loss": False,
             "view_cache": placeholder(str),  # a folder that keeps the target's states
             "view_cache_gb": 10.0,  # its maximum size

@@ -33,6 +33,7 @@ from experiments.training.head import HeadExperiment
 from experiments.training.run import seconds_per_step
 from spec_jax import processes, zoo
 from spec_jax.config.checks import MAX_INT, check_name
+from spec_jax.data.records import read_rows
 from spec_jax.data.user_turns import Opening
 from spec_jax.drafters import registry
 from spec_jax.errors import ConfigError
@@ -98,14 +99,16 @@ def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) ->
             "prompts of the form that it was trained on, --config.prompts=FILE"
         )
     opening = Opening.of(target.tokenizer, target.stop_tokens)
+    written = {}
+    if config.prompt_source == "self":
+        prompts = [row for row, _ in read_rows(folder / "text" / regenerate.PROMPTS)]
+        # A text is asked without the line ends at its end.
+        written = {x["index"]: x for x in prompts if not x.get("prompt", "").endswith("\n")}
     questions = {}
     for row in rows[:: max(1, len(rows) // (4 * config.num_questions))]:
-        text = target.tokenizer.decode(row["prompt_ids"], has_special=True)
-        text = text.removeprefix(opening.before).removesuffix(opening.after)
-        text = text if opening.before else target.tokenizer.decode(row["prompt_ids"])
-        is_same = opening.prompt(text, target.tokenizer) == row["prompt_ids"]
-        if is_same and not text.endswith("\n") and len(questions) < config.num_questions:
-            questions[row["index"]] = opening.row(row["index"], text)
+        question = written.get(row["index"]) or found_question(row, opening, target)
+        if question and len(questions) < config.num_questions:
+            questions[row["index"]] = question
     if not questions:
         raise ConfigError(
             "no prompt is one turn of a user, so none can be held out to evaluate the head on: "
@@ -116,6 +119,17 @@ def split_text(config: ConfigDict, folder: pathlib.Path, target: LoadedModel) ->
         write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in found))
     tokens = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in kept)
     return {"questions": len(questions), "responses": len(kept), "tokens": tokens}
+
+
+def found_question(row: Mapping[str, Any], opening: Opening, target: LoadedModel) -> dict | None:
+    """Returns the turn that a response answers, as a line of prompts; None if it is no one turn."""
+    decode = target.tokenizer.decode
+    text = decode(row["prompt_ids"])
+    if opening.before:
+        text = decode(row["prompt_ids"], has_special=True)
+        text = text.removeprefix(opening.before).removesuffix(opening.after)
+    is_same = opening.prompt(text, target.tokenizer) == row["prompt_ids"]
+    return opening.row(row["index"], text) if is_same and not text.endswith("\n") else None
 
 
 def _num_trial(config: ConfigDict) -> int:

@@ -38,7 +38,8 @@ from experiments.run.drafts import load_drafts
 from experiments.run.journal import Responses
 from spec_jax import processes
 from spec_jax.config import SamplerConfig, build
-from spec_jax.data import first_words, python_source
+from spec_jax.data import python_source
+from spec_jax.data.first_words import ENGLISH, load_words
 from spec_jax.data.questions import of_record, read, read_record
 from spec_jax.data.records import Conversation, Text, is_json, read_records, read_rows
 from spec_jax.data.splits import HeldOut, is_document
@@ -50,7 +51,7 @@ from spec_jax.engine.stats import Stats
 from spec_jax.errors import ConfigError
 from spec_jax.evaluation.mesh import MeshOptions
 from spec_jax.evaluation.prompts import PromptEncoder, check_effect, room_for_prompt
-from spec_jax.loading import DTYPES, load_model
+from spec_jax.loading import DTYPES, LoadedModel, load_model
 from spec_jax.progress import Notice, Progress
 from spec_jax.show.tables import Section
 
@@ -116,7 +117,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
         (config.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}"),
     )
     if source == "self":
-        first_words.load(config.turns.first_words)
+        load_words(config.turns.first_words)
     return config
 
 
@@ -338,8 +339,31 @@ def decode(
     return Session(stats, elapsed_s, num_left_out, queue.usage, queue.tail)
 
 
+def opening_of(config: ConfigDict, target: LoadedModel) -> Opening:
+    """Returns what stands around the turns that a target writes.
+
+    Raises:
+      ConfigError: The chat template fails, or first words are given for a target without one.
+    """
+    tokenizer = cli.tokenizer_of(target)
+    if processes.count() > 1:
+        raise ConfigError("prompt_source is 'self': write the prompts in one process first")
+    given = config.turns.first_words
+    opening = Opening.of(tokenizer, target.stop_tokens, load_words(given))
+    if given not in ("", ENGLISH) and not opening.before:
+        raise ConfigError(
+            f"turns.first_words is {given!r}; the target has no chat template, so it writes no "
+            "turns of a user: leave it out"
+        )
+    return opening
+
+
 def write_prompts(
-    config: ConfigDict, decoder: SpeculativeDecoder, folder: pathlib.Path, until_s: float
+    config: ConfigDict,
+    decoder: SpeculativeDecoder,
+    opening: Opening,
+    folder: pathlib.Path,
+    until_s: float,
 ) -> tuple[Chosen, list[tuple[int, list[int]]]]:
     """Lets the target write prompts, and chooses those that are none of noise and repeats.
 
@@ -349,6 +373,7 @@ def write_prompts(
     Args:
       config: See ``configs/regenerate_zoo.py``.
       decoder: Target and draft.
+      opening: Of ``opening_of``.
       folder: The run's folder.
       until_s: When to end, by ``time.monotonic``.
 
@@ -356,15 +381,9 @@ def write_prompts(
       What was chosen, and the index and ids of each prompt.
 
     Raises:
-      ConfigError: The chat template fails, or nothing that was written is a prompt.
+      ConfigError: Nothing that was written is a prompt, or it begins otherwise.
     """
     target = decoder.target
-    cli.tokenizer_of(target)
-    if processes.count() > 1:
-        raise ConfigError("prompt_source is 'self': write the prompts in one process first")
-    words = first_words.load(config.turns.first_words)
-    opening = Opening.of(target.tokenizer, target.stop_tokens, words)
-    starts = [opening.start(index, target.tokenizer) for index in range(config.num_prompts)]
     path = folder / TURNS
     sampler = SamplerConfig(
         config.turns.temperature, top_p=config.turns.top_p, seed=(config.seed + _TURN_SEEDS) % 2**32
@@ -384,10 +403,10 @@ def write_prompts(
         return found
 
     def pairs() -> Iterator[tuple[int, list[int]]]:
-        for index, start in enumerate(starts):
+        for index in range(config.num_prompts):
             if index == _ENOUGH + config.batch:
                 check(chosen())  # a target that writes nothing but noise
-            yield index, start
+            yield index, opening.begin(index)[1]
 
     with Responses(path) as turns:
         if len(turns) < config.num_prompts and time.monotonic() < until_s:
@@ -399,7 +418,7 @@ def write_prompts(
                 pairs(),
                 config.num_prompts,
                 what="prompts that the target writes",
-                longest=max(config.max_prompt_tokens or 0, *map(len, starts)),
+                longest=max(config.max_prompt_tokens or 0, *map(len, opening.starts)),
                 max_new_tokens=limit,
                 until_s=until_s,
                 sampler=sampler,
@@ -432,7 +451,9 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
     with Notice("loading the models", is_line=True):
         decoder = load_decoder(config, where)
     notes: list[str] = []
-    if not is_self:
+    if is_self:
+        opening = opening_of(config, decoder.target)
+    else:
         total, prompts, notes = prompts_of(config, decoder)
     num_said = len(notes)
     for note in notes:
@@ -455,7 +476,7 @@ def regenerate(config: ConfigDict, workdir: str | pathlib.Path) -> dict:
         written = None
         if is_self:
             until_s = begin_s + 60 * minutes * config.turns.share_of_time
-            written, prompts = write_prompts(config, decoder, folder, until_s)
+            written, prompts = write_prompts(config, decoder, opening, folder, until_s)
             print("\n".join(written.sentences()), flush=True)
             total = len(prompts)
         print(f"{len(responses)} prompts are answered; {total} in all", flush=True)

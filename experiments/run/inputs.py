@@ -14,6 +14,7 @@ from typing import Any
 from spec_jax import hub, zoo
 from spec_jax.config import METHODS
 from spec_jax.data import sources
+from spec_jax.data.first_words import ENGLISH
 from spec_jax.errors import SpecJaxError
 from spec_jax.models import gguf
 from spec_jax.models.tensors import stored_files
@@ -24,7 +25,7 @@ _WEIGHTS = (".safetensors", ".bin", gguf.SUFFIX)
 # Keys of configs, of any section, whose values name files, directories or hub ids; and modules.
 PATHS = (
     *("target", "draft", "drafts", "head", "init_from", "teacher"),
-    *("data", "text", "responses", "prompts", "model_json"),
+    *("data", "text", "responses", "prompts", "first_words", "model_json"),
 )
 MODULES = ("rule", "drafter")
 Sums = dict[str, dict[str, str | None]]  # by what a config names, and of that by file
@@ -95,6 +96,7 @@ def _files_of(name: str, key: str) -> dict[str, pathlib.Path] | None:
         "drafts": METHODS.get(name, False),
         "data": sources.is_name(name) or name in ("pieces", "functions"),
         "text": name == "stdlib",
+        "first_words": name == ENGLISH,
     }
     return _files(name) if last in PATHS and not is_word.get(last) else None
 

@@ -247,6 +247,8 @@ def validate(config: ConfigDict) -> None:
     cli.require_positive(config, "accumulate", "optimizer")
     cli.require_positive(config, "num_draft prompt_tokens max_new_tokens batch windows", "eval")
     texts.validate(config)
+    has_prompts = bool(config.data.responses) or not config.data.has_prompt_loss
+    check(has_prompts, "data.has_prompt_loss", "False, unless there are data.responses")
     check(config.minutes is None or config.minutes > 0, "minutes", "a number above 0, or none")
     check(config.eval.num_prompts >= 0, "eval.num_prompts", "0 (no evaluation) or more")
     check(config.eval.every >= 0, "eval.every", "0 (only at the end) or more")
@@ -329,7 +331,7 @@ class HeadExperiment:
         if data.text and data.responses:
             self.texts.append(texts.load_responses(pathlib.Path(data.responses), tokenizer))
         if data.has_prompt_loss:
-            self.texts = [text._replace(mask=None) for text in self.texts]
+            self.texts[-1] = texts.with_prompts(self.texts[-1])
         texts.check_held_out(self.held_out, config.length, config.data)
         self._eval_windows = self.held_out.num_windows(config.length)
         shares = [data.text_share] * bool(data.text) + [data.responses_share] * bool(data.responses)

@@ -36,6 +36,7 @@ def text_config(config: ConfigDict, num_prompts: int) -> ConfigDict:
     is_cpu = jax.default_backend() == "cpu"
     for name in ("target", "prompt_source", "prompts", "max_new_tokens", "seed"):
         text[name] = config[name]
+    text.turns.first_words = config.first_words
     text.update(num_prompts=num_prompts, batch=config.rows, min_prompt_tokens=4)
     if not is_cpu:
         text.update(dtype="bfloat16", refill=config.rows)

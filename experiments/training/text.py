@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
+import os
 import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
@@ -241,6 +243,28 @@ def split_responses(corpus: Corpus, share: float, enough: int) -> tuple[Corpus, 
 
     note = f"{is_held_out.sum()} of {len(sizes)} responses are held out, by their prompts"
     return (part("train", ~is_held_out, {**corpus.counts}), part("held_out", is_held_out, {}, note))
+
+
+def with_prompts(corpus: Corpus) -> Corpus:
+    """Returns responses with their prompts marked, too.
+
+    What begins or ends all prompts alike, such as the tags of a chat template, is not marked.
+
+    Args:
+      corpus: Of ``load_responses``.
+    """
+    mask = corpus.mask.copy()
+    ends = [
+        (begin, begin + int(np.argmax(mask[begin:end])))
+        for begin, end in itertools.pairwise(corpus.starts)
+        if mask[begin:end].any()
+    ]
+    prompts = [corpus.tokens[begin:end].tolist() for begin, end in ends]
+    before = len(os.path.commonprefix(prompts))
+    after = len(os.path.commonprefix([ids[::-1] for ids in prompts]))
+    for begin, end in ends:
+        mask[begin + before : max(begin + before, end - after)] = True
+    return corpus._replace(mask=mask)
 
 
 def check_held_out(corpus: Corpus, length: int, data: ConfigDict, name: str = "length") -> None:

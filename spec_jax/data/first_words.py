@@ -1,13 +1,8 @@
-r"""First words of users' turns that a model goes on with, so that turns are of many kinds.
-
-A chat model that begins its user's turns alone begins most of them alike: of 2,754 turns of
-SmolLM2-135M at temperature 0.8 three in four begin with "I'm" or "Can".
-"""
+"""Prefixes that a model continues into the turns of a user, so that the turns vary."""
 
 from __future__ import annotations
 
 import pathlib
-import random
 
 from spec_jax.errors import ConfigError
 
@@ -295,34 +290,29 @@ Can I
 """
 
 
-def load(name: str) -> tuple[str, ...]:
-    r"""Returns first words, one of which each turn begins with.
+def load_words(name: str) -> tuple[str, ...]:
+    r"""Returns prefixes, one of which begins each turn of a user.
 
     Args:
-      name: ``"english"``, ``""`` for none, or a file with some on each line, in which ``\n`` is a
-        line end.
+      name: ``"english"``, ``""`` for none, or a file with one entry per line, where ``\n`` stands
+        for a newline.
 
     Raises:
-      ConfigError: The file cannot be read, or is empty.
+      ConfigError: The file cannot be read, or has no entries.
     """
     if not name:
         return ()
     text = _ENGLISH
     if name != ENGLISH:
         try:
-            text = pathlib.Path(name).read_text(encoding="utf-8")
+            text = pathlib.Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"first words {name!r} cannot be read ({error}): give {ENGLISH!r}, a file with "
-                "some on each line, or an empty text for none"
+                "one entry per line, or an empty text for none"
             ) from None
-    lines = (line.strip().replace("\\n", "\n") for line in text.splitlines())
-    words = tuple(dict.fromkeys(line for line in lines if line))
+    entries = (line.strip().replace("\\n", "\n") for line in text.split("\n"))
+    words = tuple(dict.fromkeys(entry for entry in entries if entry.strip()))
     if not words:
-        raise ConfigError(f"first words {name!r} is an empty file: expected some on each line")
+        raise ConfigError(f"first words {name!r} has no entries: expected one per line")
     return words
-
-
-def of(words: tuple[str, ...], index: int) -> str:
-    """Returns the first words of a turn, which depend on its index alone; "" of none."""
-    return random.Random(index).choice(words) if words else ""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import collections
 import os
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spec_jax.data import first_words
 from spec_jax.data.chat import ChatTemplate
 from spec_jax.data.tokens import separator_id
 from spec_jax.errors import ConfigError
@@ -41,7 +41,8 @@ class Opening(NamedTuple):
       stop_tokens: The ids that end a turn.
       stop: The texts that do, if no id does.
       tags: Texts that no turn should have.
-      first_words: Words of which each turn begins with some, see ``first_words``; empty: none.
+      words: Prefixes, one of which begins each turn; ``("",)`` if the model writes it whole.
+      starts: The ids that the model continues from, for each of them.
     """
 
     ids: list[int]
@@ -50,27 +51,28 @@ class Opening(NamedTuple):
     stop_tokens: tuple[int, ...]
     stop: tuple[str, ...]
     tags: tuple[str, ...]
-    first_words: tuple[str, ...] = ()
+    words: tuple[str, ...]
+    starts: tuple[list[int], ...]
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, stop_tokens: Sequence[int], first_words: tuple[str, ...] = ()
+        cls, tokenizer: Tokenizer, stop_tokens: Sequence[int], words: Sequence[str] = ()
     ) -> Opening:
         """Finds where the user speaks; a model without a chat template begins a text.
 
         Args:
           tokenizer: The model's tokenizer, with its chat template.
           stop_tokens: The ids at which the model's answers end.
-          first_words: Of turns; unused without a chat template.
+          words: Of ``load_words``; unused without a chat template.
 
         Raises:
-          ConfigError: The template fails, or does not write the user's words as they are, once; or
-            there is no template, and no token that begins a text.
+          ConfigError: The template fails, or does not write the user's words as they are, once;
+            there is no template, and no token that begins a text; or a prefix has a tag.
         """
         tags = tuple(text for text in tokenizer.special_texts.values() if text.strip())
         if "default" not in tokenizer.chat_templates:
             ids = tokenizer.encode("") or [separator_id(tokenizer)]
-            return cls(ids, "", "", tuple(stop_tokens), (), tags)
+            return cls(ids, "", "", tuple(stop_tokens), (), tags, ("",), (ids,))
         template = ChatTemplate.from_tokenizer(tokenizer)
         text = template.render([{"role": "user", "content": _MARK}], add_generation_prompt=True)
         before, *rest = text.split(_MARK)
@@ -92,18 +94,18 @@ class Opening(NamedTuple):
         ends = tuple(dict.fromkeys((*stop_tokens, *ends)))
         # White space before a word may be a part of the word's token, which the model then writes.
         ids = os.path.commonprefix([encode(before + word) for word in ("", *_FIRST)])
-        return cls(ids or encode(before), before, after, ends, stop, tags, first_words)
+        ids = ids or encode(before)
+        words = tuple(words) or ("",)
+        for prefix in words:
+            if any(tag in prefix for tag in (*tags, *stop)):
+                raise ConfigError(f"first words {prefix!r} hold a tag of the chat template")
+        starts = tuple(encode(before + prefix) if prefix else ids for prefix in words)
+        return cls(ids, before, after, ends, stop, tags, words, starts)
 
-    def words(self, index: int) -> str:
-        """Returns the first words of a turn; "" if the model writes them, too."""
-        return first_words.of(self.first_words, index) if self.before else ""
-
-    def start(self, index: int, tokenizer: Tokenizer) -> list[int]:
-        """Returns the ids that the model goes on from to write a turn."""
-        words = self.words(index)
-        if not words:
-            return self.ids
-        return tokenizer.backend.encode(self.before + words, add_special_tokens=False).ids
+    def begin(self, index: int) -> tuple[str, list[int]]:
+        """Returns the prefix of a turn and the ids to continue from; both depend on the index."""
+        which = random.Random(index).randrange(len(self.words))
+        return self.words[which], self.starts[which]
 
     def row(self, index: int, text: str) -> dict[str, Any]:
         """Returns a turn as a line of a file of prompts."""
@@ -122,7 +124,7 @@ class Opening(NamedTuple):
         """Returns the key of ``REASONS`` for which a turn is left out; "" if it is a prompt.
 
         Args:
-          ids: The turn's tokens, without the one that ended it.
+          ids: The turn's tokens, those of its prefix included, without the one that ended it.
           text: Their text, special tokens included.
           finish_reason: Of its decoding.
           min_tokens: The least number of tokens.
@@ -172,10 +174,13 @@ def choose(
     The result depends on the turns alone, not on their order.
 
     Args:
-      turns: ``index``, ``response_ids`` and ``finish_reason`` of each.
+      turns: ``index``, ``prompt_ids``, ``response_ids`` and ``finish_reason`` of each.
       opening: What they were written after.
       tokenizer: The model's.
       min_tokens: The least number of tokens of a turn.
+
+    Raises:
+      ConfigError: A turn begins otherwise than the opening says.
     """
     chosen = Chosen({}, collections.Counter(), {})
     seen = set()
@@ -183,10 +188,18 @@ def choose(
         ids = list(turn["response_ids"])
         if ids and ids[-1] in opening.stop_tokens:
             ids.pop()
+        prefix, start = opening.begin(turn["index"])
+        if turn["prompt_ids"] != start:
+            raise ConfigError(
+                f"turn {turn['index']} does not begin with {prefix!r}: it was written with other "
+                "first words or another chat template, which this folder needs to go on"
+            )
         text = tokenizer.decode(ids, has_special=True)
+        if prefix:
+            text = prefix + tokenizer.decode_after(start, ids, has_special=True)
+            ids = [*start[len(opening.ids) :], *ids]
         for stop in opening.stop:
             text = text.partition(stop)[0]
-        text = opening.words(turn["index"]) + text
         text = text.strip() if opening.before else text.rstrip("\ufffd")
         reason = opening.fault(ids, text, turn["finish_reason"], min_tokens)
         key = " ".join(text.casefold().split())

@@ -204,7 +204,9 @@ class Tokenizer:
         """
         return self.backend.decode(list(ids), skip_special_tokens=not has_special)
 
-    def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    def decode_after(
+        self, prompt: Sequence[int], ids: Sequence[int], *, has_special: bool = False
+    ) -> str:
         """Returns the text that ``ids`` add after a prompt, a leading space included.
 
         SentencePiece-like decoders strip the space before the first token, so the last tokens of
@@ -213,14 +215,16 @@ class Tokenizer:
         Args:
           prompt: ids of the prompt.
           ids: ids of the output so far.
+          has_special: See ``decode``.
         """
+        decode = functools.partial(self.decode, has_special=has_special)
         begin = max(len(prompt) - 8, 0)
         if self._unsettled is Unsettled.BYTE_RUN:  # part of a run may not be UTF-8
             begin = self._run_start(prompt, begin)
         context = list(prompt[begin:])
-        before = self.decode(context)
-        whole = self.decode([*context, *ids])
-        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+        before = decode(context)
+        whole = decode([*context, *ids])
+        return whole[len(before) :] if whole.startswith(before) else decode(ids)
 
     def settled_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """Returns the part of ``decode_after`` that no further token can change.

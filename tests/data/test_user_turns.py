@@ -5,8 +5,8 @@ import random
 import pytest
 from support import chat_templates as chat
 
-from spec_jax.data import first_words
 from spec_jax.data.conversations import Encoder
+from spec_jax.data.first_words import load_words
 from spec_jax.data.records import Conversation, Text, parse_record
 from spec_jax.data.user_turns import Opening, choose
 from spec_jax.errors import ConfigError
@@ -60,7 +60,8 @@ def turns_of(tokenizer, opening, *texts):
         is_ended = not text.endswith("...")
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids + [end] * is_ended
         reason = "stop_token" if is_ended else "length"
-        found.append(dict(index=index, response_ids=ids, finish_reason=reason))
+        row = dict(prompt_ids=opening.ids, response_ids=ids, finish_reason=reason)
+        found.append(row | {"index": index})
     return found
 
 
@@ -96,40 +97,55 @@ def test_of_a_text_that_ended_nothing_is_left_to_continue():
     assert found.texts == {1: f"{TURN}..."} and found.left_out == {"ended": 1}
 
 
-def test_turns_go_on_from_first_words():
-    tokenizer = chat.byte_level(chat.CHATML)
-    words = ("What is", "def\n")
+@pytest.mark.parametrize("make", [chat.byte_level, chat.metaspace])
+@pytest.mark.parametrize("template", ["ChatML", "Mistral"])
+def test_turns_go_on_from_first_words(template, make):
+    tokenizer = make(chat.TEMPLATES[template])
+    words = ("what is", "write\n")
     opening = Opening.of(tokenizer, (1,), words)
-    assert {opening.words(i) for i in range(20)} == {*words}
-    which = [opening.words(i) == words[0] for i in range(8)]
-    index = which.index(True)
-    start = opening.start(index, tokenizer)
-    assert tokenizer.decode(start, has_special=True) == opening.before + "What is"
-    assert opening.prompt(TURN, tokenizer)[: len(start)] == start
-    turns = turns_of(tokenizer, opening, *[f" two and {i}?" for i in range(8)])
-    found = choose(turns, opening, tokenizer, 4)
-    for i, is_what in enumerate(which):
-        expected = f"What is two and {i}?" if is_what else f"def\n two and {i}?"
-        assert found.texts[i] == expected
+    prefixes = [opening.begin(index)[0] for index in range(8)]
+    assert {*prefixes} == {*words}
+    for prefix, start in zip(words, opening.starts):
+        assert tokenizer.decode(start, has_special=True).endswith(prefix)
+        assert opening.prompt(f"{prefix} two", tokenizer)[: len(start)] == start
+    texts = [f"{prefix} two and {index}?" for index, prefix in enumerate(prefixes)]
+    turns = []
+    for index, text in enumerate(texts):
+        start = opening.begin(index)[1]
+        whole = tokenizer.backend.encode(opening.before + text, add_special_tokens=False).ids
+        ids = [*whole[len(start) :], opening.stop_tokens[0]]
+        row = dict(index=index, prompt_ids=start, response_ids=ids, finish_reason="stop_token")
+        turns.append(row)
+    assert choose(turns, opening, tokenizer, 4).texts == dict(enumerate(texts))
+    longest = max(len(turn["response_ids"]) for turn in turns)
+    assert choose(turns, opening, tokenizer, longest).texts  # with its prefix a turn is longer
+    with pytest.raises(ConfigError, match="turn 0 does not begin with 'how': .* other first words"):
+        choose(turns, Opening.of(tokenizer, (1,), ("how",)), tokenizer, 4)
 
 
 def test_a_text_without_a_template_has_no_first_words():
     tokenizer = chat.byte_level()
     opening = Opening.of(tokenizer, (1,), ("What is",))
-    assert opening.words(0) == "" and opening.start(0, tokenizer) == opening.ids
+    assert opening.begin(0) == ("", opening.ids)
+
+
+def test_first_words_hold_no_tag():
+    with pytest.raises(ConfigError, match="first words 'a <.im_end.>' hold a tag"):
+        Opening.of(chat.byte_level(chat.CHATML), (1,), ("What is", "a <|im_end|>"))
 
 
 def test_first_words_are_a_list_or_a_file(tmp_path):
-    english = first_words.load("english")
+    english = load_words("english")
     assert len({*english}) == len(english) > 200 and "from typing import List\n\n\ndef" in english
     file = tmp_path / "words.txt"
-    file.write_text("Schreibe \n\nWas ist\\nein\nWas ist\\nein\n", encoding="utf-8")
-    assert first_words.load(str(file)) == ("Schreibe", "Was ist\nein")
-    assert first_words.load("") == ()
-    drawn = [first_words.of(english, index) for index in range(4000)]
-    assert {*drawn} == {*english}
+    text = "\ufeffSchreibe \r\n\nWas ist\\nein\n\\n\nWas ist\\nein\n"
+    file.write_text(text, encoding="utf-8", newline="")
+    assert load_words(str(file)) == ("Schreibe", "Was ist\nein")
+    assert load_words("") == ()
+    opening = Opening.of(chat.byte_level(chat.CHATML), (1,), english)
+    assert {opening.begin(index)[0] for index in range(4000)} == {*english}
     file.write_text("\n")
-    with pytest.raises(ConfigError, match="is an empty file"):
-        first_words.load(str(file))
+    with pytest.raises(ConfigError, match="has no entries"):
+        load_words(str(file))
     with pytest.raises(ConfigError, match="'inglish' cannot be read .*give 'english', a file"):
-        first_words.load("inglish")
+        load_words("inglish")

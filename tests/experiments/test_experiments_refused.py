@@ -43,6 +43,7 @@ def config_of(experiment, folder):
     return config
 
 
+WORDS = {"prompt_source": "self", "turns.first_words": "inglish"}
 TREES = {"tree": "3,2", "draft": ""}
 PREFILL = {"program": "prefill", "is_compiled": True, "slots": "256"}
 REFUSED = [
@@ -88,6 +89,8 @@ REFUSED = [
     ("regenerate", {"rule": "typical-acceptance"}, "target's distribution; use a lossless one"),
     ("regenerate", {"rule": "match", "draft": ""}, "none without a draft"),
     ("regenerate", {"prompts": "no/such.jsonl"}, "there is no file no/such.jsonl"),
+    ("regenerate", WORDS, "first words 'inglish' cannot be read"),
+    ("regenerate", WORDS | {"turns.first_words": __file__}, "no chat template, so it writes no tu"),
     ("train_head", {"steps": 0}, "steps is 0"),
     ("train_head", {"objective": "eagle2"}, "'eagle2'; expected one of eagle1, eagle3, peagle"),
     ("train_head", {"loss.num_steps": 17}, "loss.num_steps is 17; expected 1 to 16"),
@@ -97,6 +100,7 @@ REFUSED = [
     ("train_head", {"head.draft_vocab_size": 301}, "draft vocabulary 301 is larger"),
     ("train_head", {"data.responses": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
     ("train_head", {"data.responses": "FOLDER/other.jsonl"}, "id 300; the target has ids 0 to 299"),
+    ("train_head", {"data.has_prompt_loss": True}, "False, unless there are data.responses"),
     ("train_head", {"data.text": ""}, "data.text is ''; expected 'stdlib', or files and folders"),
     ("train_head", {"data.text": "a.jsonl,"}, "is 'a.jsonl,'; expected 'stdlib', or files"),
     ("train_head", {"head.num_modules": 2}, "is 2; it is an option of mtp, not of eagle3"),

@@ -148,6 +148,15 @@ REFUSED = [
 ]
 
 
+def test_prompts_of_the_target_are_learnt_from_and_begin_as_told(target, tmp_path):
+    model = load_model(target)
+    for source in ("self", "library"):
+        config = small(target, prompt_source=source, first_words="words.txt")
+        assert recipe.text_config(config, 64).turns.first_words == "words.txt"
+        is_own = source == "self"
+        assert recipe.head_config(config, tmp_path, model, 4).data.has_prompt_loss == is_own
+
+
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_cannot_be_made_is_refused_at_once(changes, message):
     with pytest.raises(ConfigError, match=message):

@@ -176,6 +176,17 @@ def test_responses_without_text_are_split_by_their_prompts(tmp_path):
         assert sorted(found) == sorted([1, 2, i] for i in prompts[1])
 
 
+def test_of_marked_prompts_what_all_have_alike_stays_unmarked(tmp_path):
+    prompts = [[1, 2, 5, 6, 3, 4], [1, 2, 7, 3, 4], [1, 2, 3, 4], [9, 9, 9]]
+    answers = [[8, 8], [8], [8], []]
+    rows = [dict(prompt_ids=x, response_ids=y) for x, y in zip(prompts, answers)]
+    write_lines(tmp_path / "responses.jsonl", rows)
+    usual = texts.load_responses(tmp_path / "responses.jsonl", byte_level())
+    corpus = texts.with_prompts(usual)
+    assert np.array_equal(corpus.tokens, usual.tokens) and corpus.starts is usual.starts
+    assert corpus.tokens[corpus.mask].tolist() == [5, 6, 8, 8, 7, 8, 8]
+
+
 @pytest.mark.parametrize(
     "target, responses, text",
     [("zoo/target", "a.jsonl", "stdlib"), ("chat", "a.jsonl", ""), ("chat", None, "stdlib")],
