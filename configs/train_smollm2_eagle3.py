@@ -19,7 +19,7 @@ r"""The EAGLE-3 head of the zoo for SmolLM2, trained on text that it wrote alone
         --config.data.has_prompt_loss
 
 experiments.make_head does all of it in one part, and fits it to the time there is. The first text
-was stopped after 1,307 answers. Cost: 46 and 48 minutes for the texts, 85 and 73 for the training,
+was stopped after 1,307 answers. Cost: 46 and 48 minutes for the texts, 85 and 71 for the training,
 on two CPU cores.
 """
 
