@@ -33,7 +33,11 @@ Design | Design a | Develop | Build | Create | Create a | Make | Make a list | G
 Plan | Outline | Organize | List | List the | List three | Name | Name five | Give | Give me
 Give an example | Provide | Suggest | Recommend | Brainstorm | Define | Identify | Classify
 Categorize | Extract | Extract the | From the following | Read the following | Based on
-According to | The following | Analyze | Analyze the | Compare | Compare the | Discuss | Evaluate
+Summarize the following passage:\n\n | Summarize this article in two sentences:\n\n
+Read the passage and answer the question.\n\nPassage: | Extract the dates from this text:\n\n
+List all names in this text:\n\n | Rewrite this paragraph in plain English:\n\n | Here is a report:\n\n
+Turn these notes into an email:\n\n | What is the main idea of this text?\n\n | Shorten this:\n\n
+Here is an article about | Below is a review | Text: | Context: | According to | The following | Analyze | Analyze the | Compare | Compare the | Discuss | Evaluate
 Argue | Debate | Rate | Rank | Choose | Review | Sort | Arrange | Group | Match | Fill in | Answer
 Help me | Please | Teach me | Show me | Advise | In | In the | In a | On | At | By | For | During
 After | Before | While | As a | As an | With | Without | Since | Because | The | This | These
