@@ -403,9 +403,11 @@ def write_prompts(
         return found
 
     def pairs() -> Iterator[tuple[int, list[int]]]:
+        is_checked = False
         for index in range(config.num_prompts):
-            if index == _ENOUGH + config.batch:
+            if not is_checked and len(turns) >= _ENOUGH:
                 check(chosen())  # a target that writes nothing but noise
+                is_checked = True
             yield index, opening.begin(index)[1]
 
     with Responses(path) as turns:

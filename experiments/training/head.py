@@ -22,6 +22,7 @@ from experiments.training.run import Exported
 from spec_jax.config import SpeculativeConfig
 from spec_jax.data.batches import Corpus, count_tokens, draft_vocabulary, window_batches
 from spec_jax.drafters import registry
+from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.mtp.replace import check_replaces, replace_modules
 from spec_jax.engine.build import make_drafter
 from spec_jax.errors import ConfigError, TrainingError
@@ -187,10 +188,24 @@ def make_head(
         shape = head.config
         given, constants = objective.split(head.params)
         constants = jax.tree.map(lambda x: jnp.asarray(on_host(x)), constants)
+        old = draft_ids(constants)
+        if config.head.has_new_ids:
+            if old is None:
+                raise ConfigError(
+                    f"head.has_new_ids is True; {head.name} drafts all ids: leave it False"
+                )
+            constants["d2t"] = jnp.asarray(draft_vocabulary(counts, len(old)))
 
-        # copies: a training step donates
+        fresh = initializer(kind, objective, shape, target, constants, True)
+
         def init(key, target_params, given):
-            return jax.tree.map(jnp.array, given)
+            params = jax.tree.map(jnp.array, given)  # copies: a training step donates
+            if config.head.has_new_ids:
+                ids = draft_ids(constants)
+                places = jnp.minimum(jnp.searchsorted(old, ids), len(old) - 1)
+                new = fresh(key, target_params)["head"]
+                params["head"] = jnp.where(old[places] == ids, params["head"][:, places], new)
+            return params
     else:
         reduced = {"draft_vocab_size": size} if size else {}
         shape = training.new(target.config, **reduced, **options)
@@ -249,6 +264,8 @@ def validate(config: ConfigDict) -> None:
     texts.validate(config)
     has_prompts = bool(config.data.responses) or not config.data.has_prompt_loss
     check(has_prompts, "data.has_prompt_loss", "False, unless there are data.responses")
+    is_begun = bool(config.head.init_from) or not config.head.has_new_ids
+    check(is_begun, "head.has_new_ids", "False, without head.init_from")
     check(config.minutes is None or config.minutes > 0, "minutes", "a number above 0, or none")
     check(config.eval.num_prompts >= 0, "eval.num_prompts", "0 (no evaluation) or more")
     check(config.eval.every >= 0, "eval.every", "0 (only at the end) or more")

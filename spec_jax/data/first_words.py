@@ -26,25 +26,26 @@ Determine | Count | Convert | Add | Prove that | The sum of | The average | The 
 The ratio of | John | Anna | Tom has | Maria | Implement | Implement a | Write a function
 Write a Python function | Write a Python program | Write a program | Write code | Write a script
 Write a SQL query | Write a regular expression | Write unit tests | In Python, | In C++,
-In JavaScript, | Using Python, | def | def is_ | def count_ | def find_ | def get_ | class
-import | from typing import List\n\n\ndef | ```python\ndef | Complete the following function
-Complete the | Debug | Fix the | The following code | This code | What is wrong with | Refactor
-Design | Design a | Develop | Build | Create | Create a | Make | Make a list | Generate | Prepare
-Plan | Outline | Organize | List | List the | List three | Name | Name five | Give | Give me
-Give an example | Provide | Suggest | Recommend | Brainstorm | Define | Identify | Classify
-Categorize | Extract | Extract the | From the following | Read the following | Based on
+In JavaScript, | Using Python, | def | def is_ | def count_ | def find_ | def get_ | class | import
+from typing import List\n\n\ndef | ```python\ndef | Complete the following function | Complete the
+Debug | Fix the | The following code | This code | What is wrong with | Refactor | Design | Design a
+Develop | Build | Create | Create a | Make | Make a list | Generate | Prepare | Plan | Outline
+Organize | List | List the | List three | Name | Name five | Give | Give me | Give an example
+Provide | Suggest | Recommend | Brainstorm | Define | Identify | Classify | Categorize | Extract
+Extract the | From the following | Read the following | Based on
 Summarize the following passage:\n\n | Summarize this article in two sentences:\n\n
 Read the passage and answer the question.\n\nPassage: | Extract the dates from this text:\n\n
-List all names in this text:\n\n | Rewrite this paragraph in plain English:\n\n | Here is a report:\n\n
-Turn these notes into an email:\n\n | What is the main idea of this text?\n\n | Shorten this:\n\n
-Here is an article about | Below is a review | Text: | Context: | According to | The following | Analyze | Analyze the | Compare | Compare the | Discuss | Evaluate
-Argue | Debate | Rate | Rank | Choose | Review | Sort | Arrange | Group | Match | Fill in | Answer
-Help me | Please | Teach me | Show me | Advise | In | In the | In a | On | At | By | For | During
-After | Before | While | As a | As an | With | Without | Since | Because | The | This | These
-That | It | My | My friend | My dog | My teacher | Our | Your | We | We are | I | I have
-I have a | I need | I need to | I want | I want to | I would like | I am | I was | I think
-I don't | I can't | They | She | He | Hi | Hello | Hey, | Good morning | Thanks | Yes | No | Ok
-Can a | Can you explain | Can you write | Can I
+List all names in this text:\n\n | Rewrite this paragraph in plain English:\n\n
+Here is a report:\n\n | Turn these notes into an email:\n\n
+What is the main idea of this text?\n\n | Shorten this:\n\n | Here is an article about
+Below is a review | Text: | Context: | According to | The following | Analyze | Analyze the
+Compare | Compare the | Discuss | Evaluate | Argue | Debate | Rate | Rank | Choose | Review | Sort
+Arrange | Group | Match | Fill in | Answer | Help me | Please | Teach me | Show me | Advise | In
+In the | In a | On | At | By | For | During | After | Before | While | As a | As an | With | Without
+Since | Because | The | This | These | That | It | My | My friend | My dog | My teacher | Our | Your
+We | We are | I | I have | I have a | I need | I need to | I want | I want to | I would like | I am
+I was | I think | I don't | I can't | They | She | He | Hi | Hello | Hey, | Good morning | Thanks
+Yes | No | Ok | Can a | Can you explain | Can you write | Can I
 """
 
 

@@ -328,6 +328,21 @@ def test_a_target_whose_prompts_are_all_noise_is_refused(written, chat_target, t
     assert len(jsonl(tmp_path / "run" / "turns.jsonl")) == 40
 
 
+def test_prompts_are_judged_when_some_are_written(chat_target, tmp_path, monkeypatch):
+    """Not when they are asked for, which with ``refill`` is long before the first has ended."""
+    judged = []
+
+    def noted(turns, *args):
+        turns = [*turns]
+        judged.append(len(turns))
+        return choose(turns, *args)
+
+    monkeypatch.setattr("experiments.regenerate._ENOUGH", 8)
+    monkeypatch.setattr("experiments.regenerate.choose", noted)
+    regenerate(of_self(chat_target, num_prompts=24, batch=10, refill=6), tmp_path)
+    assert 8 <= judged[0] < judged[1] == 24 and len(judged) == 2
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("file, count", [("turns.jsonl", 9), ("responses.jsonl", 3)])
 def test_a_killed_run_writes_the_same_prompts(written, chat_target, tmp_path, file, count):

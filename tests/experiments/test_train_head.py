@@ -17,6 +17,7 @@ from experiments.training import run as training_run
 from experiments.training.head import HeadExperiment, even_loss, make_head
 from spec_jax.data.batches import Corpus
 from spec_jax.drafters import register, registry
+from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.engine.decoder import SpeculativeDecoder
 from spec_jax.errors import ConfigError
 from spec_jax.loading import load_draft, load_model
@@ -172,6 +173,30 @@ def test_a_head_with_a_reduced_vocabulary_goes_on_with_its_own_ids(files, run, t
     check_goes_on(config, head, tmp_path)
 
 
+def test_a_head_goes_on_with_new_ids(files, run, tmp_path):
+    """Ids that it drafted keep their weights, and those of others are the target's."""
+    old = load_draft(run[0] / "export", load_model(files / "target"))
+    letters = "".join(map(chr, range(33, 127)))
+    write_lines(tmp_path / "texts.jsonl", ({"text": letters[i:] * 9} for i in range(60)))
+    other = {"data.responses": None, "data.text": str(tmp_path / "texts.jsonl")}
+    begun = {"head.init_from": str(run[0] / "export"), "head.has_new_ids": True}
+    experiment = HeadExperiment(small(files, **other, **begun), tmp_path)
+    fresh = HeadExperiment(small(files, **other), tmp_path / "fresh")
+    d2t = experiment.spec.constants["d2t"]
+    np.testing.assert_array_equal(d2t, fresh.spec.constants["d2t"])
+    columns = experiment.init_state().params["head"]
+    target = load_model(files / "target").params
+    output = target["head"] if "head" in target else target["embed"].T
+    places = {int(i): n for n, i in enumerate(draft_ids(old.params))}
+    counts = [0, 0]
+    for n, i in enumerate(draft_ids({"d2t": d2t})):
+        is_old = int(i) in places
+        expected = old.params["head"][:, places[int(i)]] if is_old else output[:, i]
+        np.testing.assert_array_equal(columns[:, n], expected)
+        counts[is_old] += 1
+    assert min(counts) > 3
+
+
 @pytest.mark.exhaustive
 def test_a_head_to_go_on_from_is_read_to_the_devices_that_train_it(files, run, tmp_path):
     mesh = dict(mesh="data:2,tensor:2", is_fully_sharded=True)
@@ -266,12 +291,13 @@ EAGLE1 = {"objective": "eagle1", "head.draft_vocab_size": 0, "loss.num_steps": 3
 INVALID_CHANGES = [
     (EAGLE1, "a head of eagle3; the objective"),
     ({"head.draft_vocab_size": 100}, "draft_vocab_size is 100; .* drafts 200 ids"),
+    ({"head.has_new_ids": True, "head.init_from": ""}, "has_new_ids is True; expected False, with"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), INVALID_CHANGES)
 def test_a_head_of_another_kind_to_go_on_from_is_refused(files, run, tmp_path, changes, message):
-    config = small(files, **changes, **{"head.init_from": str(run[0] / "export")})
+    config = small(files, **{"head.init_from": str(run[0] / "export")} | changes)
     with pytest.raises(ConfigError, match=message):
         train_head.train(config, tmp_path)
 
