@@ -41,8 +41,8 @@ def get_config() -> ConfigDict:
             "norm_output": False,  # for eagle3: normalise the recycled state, as EAGLE-3.1 does
             "is_warm_start": True,  # begin with the target's last layer and output head
             "init_from": "",  # a zoo name or directory of a head to continue from
-            # With init_from: choose the draft ids of a reduced vocabulary anew, from this data. The
-            # rows of ids that the head did not draft begin as the target's.
+            # With init_from: choose the ids of a reduced vocabulary of the same size anew, from
+            # this data. Output weights of ids that the head did not draft begin as the target's.
             "has_new_ids": False,
             "num_modules": 1,  # for mtp
             "protocol": "recycled",  # for mtp: one module for all; "sequential": one for each

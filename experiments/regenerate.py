@@ -68,7 +68,7 @@ TURNS = "turns.jsonl"
 PROMPTS = "prompts.jsonl"
 _CHAT_TURN = 128  # tokens of a user's turn that the target writes, by default
 _TURN_SEEDS = 1 << 31  # added to the seed, so that turns and answers have noise of their own
-_ENOUGH = 64  # turns of which one must be a prompt
+_ENOUGH = 64  # turns, the first by index, of which one must be a prompt
 Pairs = Iterable[tuple[int, list[int]]]  # indices, each once, and prompts' ids
 
 
@@ -389,8 +389,9 @@ def write_prompts(
         config.turns.temperature, top_p=config.turns.top_p, seed=(config.seed + _TURN_SEEDS) % 2**32
     )
 
-    def chosen() -> Chosen:
+    def chosen(until: float = math.inf) -> Chosen:
         rows = (row for row, _ in read_rows(path)) if path.exists() else ()
+        rows = (row for row in rows if row["index"] < until)
         return choose(rows, opening, target.tokenizer, config.min_prompt_tokens)
 
     def check(found: Chosen) -> Chosen:
@@ -403,11 +404,12 @@ def write_prompts(
         return found
 
     def pairs() -> Iterator[tuple[int, list[int]]]:
-        is_checked = False
+        missing = {*range(_ENOUGH)}
         for index in range(config.num_prompts):
-            if not is_checked and len(turns) >= _ENOUGH:
-                check(chosen())  # a target that writes nothing but noise
-                is_checked = True
+            if missing:
+                missing = {i for i in missing if i not in turns}
+                if not missing:
+                    check(chosen(_ENOUGH))  # a target that writes nothing but noise
             yield index, opening.begin(index)[1]
 
     with Responses(path) as turns:

@@ -139,6 +139,9 @@ class Responses(Journal):
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def __contains__(self, index: int) -> bool:
+        return index in self._prompts
+
     def unanswered(self, prompts: Iterable[tuple[int, list[int]]]) -> Iterator:
         """Yields the pairs (index, ids) that have no response yet.
 

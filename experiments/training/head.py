@@ -190,11 +190,15 @@ def make_head(
         constants = jax.tree.map(lambda x: jnp.asarray(on_host(x)), constants)
         old = draft_ids(constants)
         if config.head.has_new_ids:
-            if old is None:
+            output = given.get("head")
+            if old is None or output is None or len(output) != shape.target_hidden_size:
                 raise ConfigError(
-                    f"head.has_new_ids is True; {head.name} drafts all ids: leave it False"
+                    f"head.has_new_ids is True; {head.name} has no reduced vocabulary of the "
+                    "target's width: leave it False"
                 )
-            constants["d2t"] = jnp.asarray(draft_vocabulary(counts, len(old)))
+            scores = 2 * counts
+            scores[np.asarray(old)] += 1  # of equal counts those that it drafts
+            constants["d2t"] = jnp.asarray(draft_vocabulary(scores, len(old)))
 
         fresh = initializer(kind, objective, shape, target, constants, True)
 

@@ -84,6 +84,8 @@ class Opening(NamedTuple):
             )
         after = rest[0]
 
+        decode = tokenizer.decode
+
         def encode(text: str) -> list[int]:
             return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
@@ -92,14 +94,24 @@ class Opening(NamedTuple):
         ends = tuple(i for i in first if i in tokenizer.special_texts)
         stop = () if ends else tuple(after.split()[:1])
         ends = tuple(dict.fromkeys((*stop_tokens, *ends)))
-        # White space before a word may be a part of the word's token, which the model then writes.
-        ids = os.path.commonprefix([encode(before + word) for word in ("", *_FIRST)])
-        ids = ids or encode(before)
+
+        def common(text: str, words: Sequence[str]) -> list[int]:
+            return os.path.commonprefix([encode(text + word) for word in words])
+
+        def start(prefix: str) -> list[int]:
+            whole = encode(before + prefix)
+            found = common(before + prefix, _FIRST) if prefix[-1].isspace() else whole
+            is_same = decode(found, has_special=True) == decode(whole, has_special=True)
+            return found if is_same else whole
+
+        # White space before a word may be a part of the word's token, which the model then writes;
+        # and at the end of a text it may be other tokens than before a word.
+        ids = common(before, ("", *_FIRST)) or encode(before)
         words = tuple(words) or ("",)
         for prefix in words:
             if any(tag in prefix for tag in (*tags, *stop)):
                 raise ConfigError(f"first words {prefix!r} hold a tag of the chat template")
-        starts = tuple(encode(before + prefix) if prefix else ids for prefix in words)
+        starts = tuple(start(prefix) if prefix else ids for prefix in words)
         return cls(ids, before, after, ends, stop, tags, words, starts)
 
     def begin(self, index: int) -> tuple[str, list[int]]:
@@ -202,6 +214,8 @@ def choose(
             text = text.partition(stop)[0]
         text = text.strip() if opening.before else text.rstrip("\ufffd")
         reason = opening.fault(ids, text, turn["finish_reason"], min_tokens)
+        if not reason and text == prefix.strip():
+            reason = "short"  # a request without what it is about
         key = " ".join(text.casefold().split())
         if not reason and key in seen:
             reason = "duplicate"

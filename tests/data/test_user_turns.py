@@ -1,8 +1,10 @@
 """Prompts that a model writes itself: where a turn begins, and which turns are used."""
 
+import json
 import random
 
 import pytest
+import tokenizers
 from support import chat_templates as chat
 
 from spec_jax.data.conversations import Encoder
@@ -10,6 +12,7 @@ from spec_jax.data.first_words import load_words
 from spec_jax.data.records import Conversation, Text, parse_record
 from spec_jax.data.user_turns import Opening, choose
 from spec_jax.errors import ConfigError
+from spec_jax.models.tokenizer import Tokenizer
 
 TURN = "What is two and two?"
 ENDS = {"ChatML": "<|im_end|>", "Llama 3": "<|eot_id|>", "generation": "<|im_end|>"}
@@ -97,6 +100,20 @@ def test_of_a_text_that_ended_nothing_is_left_to_continue():
     assert found.texts == {1: f"{TURN}..."} and found.left_out == {"ended": 1}
 
 
+def test_first_words_that_end_in_new_lines_are_split_as_before_a_word():
+    """As GPT-2 does, where two new lines at the end of a text are one token."""
+    own = chat.byte_level(chat.CHATML)
+    known = json.loads(own.backend.to_str())
+    known["model"]["vocab"]["ĊĊ"] = own.vocab_size
+    known["model"]["merges"].append(["Ċ", "Ċ"])
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(known)), own.config)
+    opening = Opening.of(tokenizer, (1,), ("write\n\n",))
+    (start,) = opening.starts
+    text = tokenizer.backend.encode(opening.before + "write\n\n", add_special_tokens=False).ids
+    assert text[-1] == own.vocab_size and start[-1] == start[-2] != text[-1]
+    assert opening.prompt("write\n\ntwo", tokenizer)[: len(start)] == start
+
+
 @pytest.mark.parametrize("make", [chat.byte_level, chat.metaspace])
 @pytest.mark.parametrize("template", ["ChatML", "Mistral"])
 def test_turns_go_on_from_first_words(template, make):
@@ -117,6 +134,8 @@ def test_turns_go_on_from_first_words(template, make):
         row = dict(index=index, prompt_ids=start, response_ids=ids, finish_reason="stop_token")
         turns.append(row)
     assert choose(turns, opening, tokenizer, 4).texts == dict(enumerate(texts))
+    turns[0]["response_ids"] = [opening.stop_tokens[0]]  # nothing after its prefix
+    assert choose(turns, opening, tokenizer, 1).left_out == {"short": 1}
     longest = max(len(turn["response_ids"]) for turn in turns)
     assert choose(turns, opening, tokenizer, longest).texts  # with its prefix a turn is longer
     with pytest.raises(ConfigError, match="turn 0 does not begin with 'how': .* other first words"):

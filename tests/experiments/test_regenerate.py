@@ -328,19 +328,23 @@ def test_a_target_whose_prompts_are_all_noise_is_refused(written, chat_target, t
     assert len(jsonl(tmp_path / "run" / "turns.jsonl")) == 40
 
 
-def test_prompts_are_judged_when_some_are_written(chat_target, tmp_path, monkeypatch):
-    """Not when they are asked for, which with ``refill`` is long before the first has ended."""
+def test_the_first_prompts_are_judged_once_they_are_written(chat_target, tmp_path, monkeypatch):
+    """Not when they are asked for, nor by those that end first, which are the shortest."""
     judged = []
 
     def noted(turns, *args):
         turns = [*turns]
-        judged.append(len(turns))
+        judged.append({turn["index"] for turn in turns})
         return choose(turns, *args)
 
-    monkeypatch.setattr("experiments.regenerate._ENOUGH", 8)
+    monkeypatch.setattr("experiments.regenerate._ENOUGH", 4)
     monkeypatch.setattr("experiments.regenerate.choose", noted)
-    regenerate(of_self(chat_target, num_prompts=24, batch=10, refill=6), tmp_path)
-    assert 8 <= judged[0] < judged[1] == 24 and len(judged) == 2
+    regenerate(of_self(chat_target, num_prompts=12, refill=3), tmp_path)
+    assert judged == [{*range(4)}, {*range(12)}]
+    refused = of_self(chat_target, min_prompt_tokens=48)
+    with pytest.raises(ConfigError, match="none of 4 prompts"):
+        regenerate(refused, tmp_path / "noise")
+    assert 4 <= len(jsonl(tmp_path / "noise" / "turns.jsonl")) < 40
 
 
 @pytest.mark.exhaustive

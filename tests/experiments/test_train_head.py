@@ -175,23 +175,27 @@ def test_a_head_with_a_reduced_vocabulary_goes_on_with_its_own_ids(files, run, t
 
 def test_a_head_goes_on_with_new_ids(files, run, tmp_path):
     """Ids that it drafted keep their weights, and those of others are the target's."""
-    old = load_draft(run[0] / "export", load_model(files / "target"))
-    letters = "".join(map(chr, range(33, 127)))
-    write_lines(tmp_path / "texts.jsonl", ({"text": letters[i:] * 9} for i in range(60)))
+    target = load_model(files / "target")
+    old = load_draft(run[0] / "export", target)
+    places = {int(i): n for n, i in enumerate(draft_ids(old.params))}
+    others = [i for i in range(target.config.vocab_size) if i not in places]
+    rows = ({"text": target.tokenizer.decode(others[i:] * 9)} for i in range(60))
+    write_lines(tmp_path / "texts.jsonl", rows)
     other = {"data.responses": None, "data.text": str(tmp_path / "texts.jsonl")}
     begun = {"head.init_from": str(run[0] / "export"), "head.has_new_ids": True}
     experiment = HeadExperiment(small(files, **other, **begun), tmp_path)
     fresh = HeadExperiment(small(files, **other), tmp_path / "fresh")
     d2t = experiment.spec.constants["d2t"]
-    np.testing.assert_array_equal(d2t, fresh.spec.constants["d2t"])
+    seen = {*fresh.texts[0].tokens.tolist()}
+    ids = draft_ids({"d2t": d2t}).tolist()
+    assert {*ids} & seen == {*draft_ids(fresh.spec.constants).tolist()} & seen
+    assert {*ids} <= seen | {*places}  # an id that does not occur is replaced by none such
     columns = experiment.init_state().params["head"]
-    target = load_model(files / "target").params
-    output = target["head"] if "head" in target else target["embed"].T
-    places = {int(i): n for n, i in enumerate(draft_ids(old.params))}
+    output = target.params["head"]
     counts = [0, 0]
-    for n, i in enumerate(draft_ids({"d2t": d2t})):
-        is_old = int(i) in places
-        expected = old.params["head"][:, places[int(i)]] if is_old else output[:, i]
+    for n, i in enumerate(ids):
+        is_old = i in places
+        expected = old.params["head"][:, places[i]] if is_old else output[:, i]
         np.testing.assert_array_equal(columns[:, n], expected)
         counts[is_old] += 1
     assert min(counts) > 3
@@ -296,7 +300,7 @@ INVALID_CHANGES = [
 
 
 @pytest.mark.parametrize(("changes", "message"), INVALID_CHANGES)
-def test_a_head_of_another_kind_to_go_on_from_is_refused(files, run, tmp_path, changes, message):
+def test_a_head_that_cannot_go_on_is_refused(files, run, tmp_path, changes, message):
     config = small(files, **{"head.init_from": str(run[0] / "export")} | changes)
     with pytest.raises(ConfigError, match=message):
         train_head.train(config, tmp_path)
