@@ -404,12 +404,11 @@ def write_prompts(
         return found
 
     def pairs() -> Iterator[tuple[int, list[int]]]:
-        missing = {*range(_ENOUGH)}
+        is_judged = False
         for index in range(config.num_prompts):
-            if missing:
-                missing = {i for i in missing if i not in turns}
-                if not missing:
-                    check(chosen(_ENOUGH))  # a target that writes nothing but noise
+            if not is_judged and all(i in turns for i in range(_ENOUGH)):
+                check(chosen(_ENOUGH))  # a target that writes nothing but noise
+                is_judged = True
             yield index, opening.begin(index)[1]
 
     with Responses(path) as turns:

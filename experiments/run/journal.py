@@ -149,7 +149,7 @@ class Responses(Journal):
           ConfigError: A line answers another prompt with the same index.
         """
         for index, ids in prompts:
-            if index not in self._prompts:
+            if index not in self:
                 yield index, ids
             elif self._prompts[index] != _checksum(ids):
                 raise ConfigError(

@@ -84,8 +84,6 @@ class Opening(NamedTuple):
             )
         after = rest[0]
 
-        decode = tokenizer.decode
-
         def encode(text: str) -> list[int]:
             return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
@@ -100,9 +98,11 @@ class Opening(NamedTuple):
 
         def start(prefix: str) -> list[int]:
             whole = encode(before + prefix)
-            found = common(before + prefix, _FIRST) if prefix[-1].isspace() else whole
-            is_same = decode(found, has_special=True) == decode(whole, has_special=True)
-            return found if is_same else whole
+            if not prefix[-1].isspace():
+                return whole
+            found = common(before + prefix, _FIRST)
+            texts = [tokenizer.decode(ids, has_special=True) for ids in (found, whole)]
+            return found if texts[0] == texts[1] else whole
 
         # White space before a word may be a part of the word's token, which the model then writes;
         # and at the end of a text it may be other tokens than before a word.
