@@ -39,7 +39,9 @@ def get_config() -> ConfigDict:
             "norm_before_residual": False,
             "fc_norm": False,  # for eagle3 and peagle: normalise each tapped state, as EAGLE-3.1
             "norm_output": False,  # for eagle3: normalise the recycled state, as EAGLE-3.1 does
-            "is_warm_start": True,  # begin with the target's last layer and output head
+            # Begin with the target's last layer and output head; eagle1 and eagle3 with the linear
+            # map that predicts best on the first batches.
+            "is_warm_start": True,
             "init_from": "",  # a zoo name or directory of a head to continue from
             # With init_from: choose the ids of a reduced vocabulary of the same size anew, from
             # this data. Output weights of ids that the head did not draft begin as the target's.

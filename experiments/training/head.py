@@ -33,17 +33,20 @@ from spec_jax.loading import DTYPES, LoadedHead, LoadedModel, find_directory, lo
 from spec_jax.meshes import platform_of
 from spec_jax.models.params import table_placement
 from spec_jax.models.tensors import on_host
+from spec_jax.progress import Notice
 from spec_jax.sharding import AxisRules, replicate
 from spec_jax.show.summary import count_text
 from spec_jax.train.checkpoint import Checkpoints
+from spec_jax.train.least_squares import Start
 from spec_jax.train.log import Log, read_metrics
 from spec_jax.train.means import merge, report
 from spec_jax.train.objective import Batch, row_keys, target_view, with_view
-from spec_jax.train.optimizer import make_optimizer, with_end
+from spec_jax.train.optimizer import make_optimizer, with_end, with_input_scales
 from spec_jax.train.placement import Placement
 from spec_jax.train.step import TrainState, cast, train_step
 from spec_jax.train.view_cache import ViewCache
 
+_ROWS_PER_INPUT = 16  # of the least squares that a head begins with
 _ENDLESS = 1 << 30  # steps of a run whose end is not known when its step is compiled
 
 
@@ -59,6 +62,7 @@ class NewHead(NamedTuple):
       objective: ``(params, batch, (target's params, constants)) -> (loss, figures)``, the training
         loss.
       measure: The same without noise and at fixed anchors, for evaluation.
+      start: How a new head begins with a map of least squares; None if it does not.
       num_params: The number of trained parameters.
     """
 
@@ -69,6 +73,7 @@ class NewHead(NamedTuple):
     constants: dict[str, jax.Array]
     objective: Callable[..., tuple[jax.Array, dict]]
     measure: Callable[..., tuple[jax.Array, dict]]
+    start: Start | None
     num_params: int
 
     def shardings(self, mesh: Mesh, axis_rules: AxisRules) -> Any:
@@ -244,6 +249,7 @@ def make_head(
         constants,
         bind(loss),
         bind({**loss, "noise": 0.0, "has_every_anchor": True}),
+        None if given or not config.head.is_warm_start else objective.start(shape),
         num_params,
     )
     # What could not be exported is refused before it is trained.
@@ -303,8 +309,9 @@ def even_loss(config: ConfigDict, shape: registry.HeadConfig) -> str:
     weights = [loss.decay**step for step in range(loss.num_steps)]
     U = shape.layer.vocab_size
     text = ", ".join(f"{weight:.3g}" for weight in weights)
-    is_warm = config.head.is_warm_start and not config.head.init_from
-    more = "; a warm start begins above it" * is_warm
+    more = ""
+    if config.head.is_warm_start and not config.head.init_from:
+        more = "; a warm start begins below it"
     return (
         f"; loss: the sum of {loss.num_steps} steps weighted {text}, "
         f"{sum(weights) * math.log(U):.1f} if all {U} tokens are equally likely{more}"
@@ -372,6 +379,8 @@ class HeadExperiment:
         )
         if config.minutes:
             self.optimizer = with_end(self.optimizer, config.optimizer.decay_share)
+        if self.spec.start:
+            self.optimizer = with_input_scales(self.optimizer, ["fc"])
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
@@ -438,6 +447,35 @@ class HeadExperiment:
         """Returns new parameters, the same for the same seed."""
         key = jax.random.fold_in(self._key, 1 << 30)
         return self.placement.create(self._make, self._where, key, self.frozen, self.spec.given)
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Returns the state before the first step; its head is fitted to the run's first batches.
+
+        These are the same after a kill. Their target's states are kept if there is a cache.
+        """
+        start = self.spec.start
+        if start is None:
+            return state
+        shape = self.spec.config
+        of = {"config": shape, "model": self.target.model}
+        add = self.placement.jit(lambda *args: replicate(start.sums(*args, **of)))
+        sums = None
+        with Notice("fitting the first weights to the first batches", is_line=True):
+            for step in range(self.config.steps):
+                windows = {name: x[: self.config.batch] for name, x in self._batches[step].items()}
+                found = add(state.params, self._batch(windows, step), self.frozen)
+                sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+                if sums.count >= _ROWS_PER_INPUT * len(sums.sizes):
+                    break
+
+        def fitted(state, sums):
+            params = start.weights(state.params, sums, config=shape)
+            scales = start.scales(sums, config=shape)
+            opt_state = state.opt_state._replace(input_scales=scales)
+            return state.replace(params=params, opt_state=opt_state)
+
+        where = {} if self._where is None else {"out_shardings": self._where}
+        return self.placement.jit(fitted, **where)(state, sums)
 
     def batch_at(self, step: int) -> Batch:
         """Returns the batch of a step, a function of the seed and the step."""

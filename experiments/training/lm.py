@@ -239,6 +239,10 @@ class LmExperiment:
         """Returns new parameters, the same for the same seed."""
         return self.placement.create(self._make, self._where, self._key)
 
+    def begin(self, state: TrainState) -> TrainState:
+        """Returns the state: a model begins with random weights."""
+        return state
+
     def _make(self, key: jax.Array) -> TrainState:
         params = transformer.init_params(self.model_config, key)
         return TrainState.create(params, self.optimizer)

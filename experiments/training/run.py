@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import optax
 from absl import logging
 from ml_collections import ConfigDict
 
@@ -65,6 +66,9 @@ class Experiment(Protocol):
 
     def init_state(self) -> TrainState:
         """Returns new parameters, the same for the same seed."""
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Returns the state before the first step from new parameters, the same for a seed."""
 
     def batch_at(self, step: int) -> Any:
         """Returns the batch of a step, a function of the seed and the step."""
@@ -140,6 +144,8 @@ def train(
             cli.check_same(saved, resolved, free)
         state = checkpoints.restore(experiment.init_state())
         first = int(state.step)
+        if not first:
+            state = experiment.begin(state)
         usage = [texts.usage(corpus, length) for corpus, length in experiment.windows]
         entries = report.begin(name, folder, resolved) | {"data": usage}
         report.write_json(folder / cli.INPUTS, sums)
@@ -147,7 +153,7 @@ def train(
         _write_report(folder, experiment.title, entries, used)
         num_steps = config.steps
         if minutes := config.get("minutes"):
-            num_steps = int(state.opt_state.end)
+            num_steps = int(optax.tree.get(state.opt_state, "end"))
             if not num_steps:  # a new run
                 left_s = begin_s + 60 * minutes - time.monotonic()
                 num_steps = steps_within(experiment, left_s, config.steps)

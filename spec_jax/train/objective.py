@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from spec_jax.contracts import Model
 from spec_jax.models.checks import require
+from spec_jax.train.least_squares import Start
 from spec_jax.train.means import Mean
 from spec_jax.train.unroll import shifted
 
@@ -72,12 +73,14 @@ class Objective(NamedTuple):
         -> i32[K,B,T]``, of heads that are not unrolled: the likeliest drafts in the places after
         token t + 1, each given the text's tokens before it. ``params`` are the head's and the
         target's, by these names. None if there is no such function.
+      start: ``(config) -> Start | None``, how heads of a config begin with a map of least squares.
     """
 
     name: str
     loss: Callable[..., tuple[jax.Array, dict]]
     constants: tuple[str, ...] = ()
     drafts: Callable[..., jax.Array] | None = None
+    start: Callable[[Any], Start | None] = lambda config: None
 
     @property
     def options(self) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,9 +128,47 @@ def with_end(
     return optax.GradientTransformation(init, update)
 
 
-def set_end(state: EndState, end: int) -> EndState:
+def set_end(state: Any, end: int) -> Any:
     """Returns the state of ``with_end`` with a number of updates of the whole run."""
-    return state._replace(end=jnp.full_like(state.end, end))
+    return optax.tree.set(state, end=jnp.full_like(optax.tree.get(state, "end"), end))
+
+
+class ScaledState(NamedTuple):
+    """The state of ``with_input_scales``."""
+
+    inner: Any
+    input_scales: dict[str, jax.Array]  # f32[N,1] by the name of a map f32[N,D]
+
+
+def with_input_scales(
+    optimizer: optax.GradientTransformation, names: Sequence[str]
+) -> optax.GradientTransformation:
+    """Updates linear maps as if each of their inputs were divided by a number of its own.
+
+    An update of Muon is as large for small inputs as for large ones, so among inputs of several
+    sizes the largest are learned and moved most; a target's states are up to a thousand times the
+    embedding. The map itself, and what it computes, stay in the inputs' own units. The numbers are
+    held by the state, and are 1 until they are set, ``state._replace(input_scales=...)``.
+
+    Args:
+      optimizer: Of a dict of parameters.
+      names: Of the maps, f32[N,D].
+    """
+
+    def scaled(tree, scales, sign):
+        return {**tree, **{name: tree[name] * x**sign for name, x in scales.items()}}
+
+    def init(params):
+        scales = {name: jnp.ones((len(params[name]), 1)) for name in names}
+        return ScaledState(optimizer.init(params), scales)
+
+    def update(updates, state, params=None):
+        scales = state.input_scales
+        params = None if params is None else scaled(params, scales, 1)
+        updates, inner = optimizer.update(scaled(updates, scales, -1), state.inner, params)
+        return scaled(updates, scales, -1), ScaledState(inner, scales)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _inner_matrices(params):

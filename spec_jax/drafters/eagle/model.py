@@ -275,18 +275,21 @@ def init_head(
     return params
 
 
-def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.Array:
-    """Returns the states dtype[B,T,D] of pairs from the tapped states dtype[B,T,E]."""
-    if config.version == 1:
-        return features  # joined with the embedding instead
+def norm_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.Array:
+    """Returns the inputs dtype[B,T,E] of ``fc`` from the tapped states dtype[B,T,E], version 3."""
     eps = config.layer.rms_norm_eps
     if config.fc_norm:
         states = jnp.split(features, len(config.taps), axis=-1)
         states = [rms_norm(x, head[f"fc_norm_{i}"], eps) for i, x in enumerate(states)]
         features = constrain(jnp.concatenate(states, axis=-1), "batch")
-    if config.norm_before_fc:
-        features = rms_norm(features, head["input_norm"], eps)
-    return constrain(linear(features, head, "fc"), "batch")
+    return rms_norm(features, head["input_norm"], eps) if config.norm_before_fc else features
+
+
+def join_features(head: dict, features: jax.Array, config: EagleConfig) -> jax.Array:
+    """Returns the states dtype[B,T,D] of pairs from the tapped states dtype[B,T,E]."""
+    if config.version == 1:
+        return features  # joined with the embedding instead
+    return constrain(linear(norm_features(head, features, config), head, "fc"), "batch")
 
 
 def forward(

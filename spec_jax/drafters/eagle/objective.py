@@ -17,6 +17,7 @@ from spec_jax.contracts import Model
 from spec_jax.drafters.common.vocabulary import draft_ids
 from spec_jax.drafters.eagle import model as eagle
 from spec_jax.drafters.eagle.parallel import masked_pairs
+from spec_jax.drafters.eagle.start import start_of
 from spec_jax.models.checks import require
 from spec_jax.models.layers import constrain_logits
 from spec_jax.train.anchors import chains, choose_anchors, counted, slots, sum_slots
@@ -357,7 +358,7 @@ def parallel_drafts(
     return map_places(at, tokens, num_draft, config.layer)
 
 
-EAGLE1 = Objective("eagle1", eagle1_loss)
-EAGLE3 = Objective("eagle3", eagle3_loss, constants=("d2t",))
+EAGLE1 = Objective("eagle1", eagle1_loss, start=start_of)
+EAGLE3 = Objective("eagle3", eagle3_loss, constants=("d2t",), start=start_of)
 PEAGLE = Objective("peagle", peagle_loss, constants=("d2t",), drafts=parallel_drafts)
 OBJECTIVES = {objective.name: objective for objective in (EAGLE1, EAGLE3, PEAGLE)}
