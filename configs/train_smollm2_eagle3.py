@@ -36,6 +36,8 @@ r"""The EAGLE-3 head of the zoo for SmolLM2, trained on text that it wrote alone
         --config.data.text=runs/text_1/responses.jsonl,runs/text_2/responses.jsonl \
         --config.data.text_share=0.02 --config.data.responses_share=0.98
 
+The zoo's head began with the target's last layer; a new one begins with a map of least squares, and
+learned more with --config.optimizer.matrix_lr=0.02 --config.optimizer.lr=0.002.
 experiments.make_head does all of it in one part, and fits it to the time there is. The first text
 was stopped after 1,307 answers, the third after 1,083. The texts of part 3 that are hardly trained
 on choose its ids, with the others. The card, spec_jax/zoo/MODEL_CARD.md, has what it took.

@@ -10,7 +10,8 @@ r"""The zoo's EAGLE-3 head, trained with training-time test, half on text of the
         --config.optimizer.decay_share=0.9 --config.eval.every=500
 
 The last command continues from the one before, with other windows and a lower rate; its result is
-in the zoo. Cost: 14, 94 and 41 CPU-minutes. Expected: a tau of about 3.6, then 3.8 on the 16
+in the zoo. The zoo's heads began with the target's last layer; today they would begin with a map
+of least squares, with which these rates were not tried. Cost: 14, 94 and 41 CPU-minutes. Expected: a tau of about 3.6, then 3.8 on the 16
 functions of the evaluation. The ablations, with --config.steps=1000:
 --config.loss.num_steps=1 (no training-time test) and --config.head.taps=8, (no fused features, only
 the state after the last layer).

@@ -1,6 +1,7 @@
 """Trains a head in a few lines: ``new_head`` and ``fit_head``, for notebooks and scripts.
 
-``experiments.train_head`` does the same with checkpoints, exact resuming, meshes and several texts.
+``experiments.train_head`` does the same with checkpoints, exact resuming, meshes and several texts,
+and begins EAGLE heads with a map of least squares.
 """
 
 from __future__ import annotations

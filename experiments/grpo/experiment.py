@@ -331,6 +331,10 @@ class RlExperiment:
         memory = {} if history is None else jax.device_get(history.params)
         return PolicyState(train, reference, memory)
 
+    def begin(self, state: PolicyState) -> PolicyState:
+        """Returns the state: a policy begins as it was loaded."""
+        return state
+
     def batch_at(self, step: int) -> Prompts:
         """Returns the prompts of a step; each is used once before any is used again."""
         count = self.config.prompts_per_step

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -377,10 +378,10 @@ class HeadExperiment:
         self.optimizer = make_optimizer(
             **options, steps=_ENDLESS if config.minutes else config.steps
         )
+        if self.spec.start:
+            self.optimizer = with_input_scales(self.optimizer, self.spec.start.names)
         if config.minutes:
             self.optimizer = with_end(self.optimizer, config.optimizer.decay_share)
-        if self.spec.start:
-            self.optimizer = with_input_scales(self.optimizer, ["fc"])
         self.frozen = self.target.params
         self._key = jax.random.key(config.seed)
         taps = self.spec.config.taps
@@ -451,7 +452,11 @@ class HeadExperiment:
     def begin(self, state: TrainState) -> TrainState:
         """Returns the state before the first step; its head is fitted to the run's first batches.
 
-        These are the same after a kill. Their target's states are kept if there is a cache.
+        These are the same after a kill, at most a quarter of the run's, and their target's states
+        are kept if there is a cache.
+
+        Raises:
+          TrainingError: The target's states are not finite.
         """
         start = self.spec.start
         if start is None:
@@ -461,21 +466,27 @@ class HeadExperiment:
         add = self.placement.jit(lambda *args: replicate(start.sums(*args, **of)))
         sums = None
         with Notice("fitting the first weights to the first batches", is_line=True):
-            for step in range(self.config.steps):
-                windows = {name: x[: self.config.batch] for name, x in self._batches[step].items()}
+            for step in range(max(1, self.config.steps // 4)):
+                windows = self._batches[step]
+                if self._views is None:  # of a step in parts the first one
+                    windows = {name: x[: self.config.batch] for name, x in windows.items()}
                 found = add(state.params, self._batch(windows, step), self.frozen)
                 sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
                 if sums.count >= _ROWS_PER_INPUT * len(sums.sizes):
                     break
+        if not sums.count:  # no document has three tokens
+            return state
+        if not all(np.isfinite(x).all() for x in jax.device_get(jax.tree.leaves(sums))):
+            raise TrainingError("the target's states of the first batches are not finite")
 
         def fitted(state, sums):
             params = start.weights(state.params, sums, config=shape)
             scales = start.scales(sums, config=shape)
-            opt_state = state.opt_state._replace(input_scales=scales)
+            opt_state = optax.tree.set(state.opt_state, input_scales=scales)
             return state.replace(params=params, opt_state=opt_state)
 
         where = {} if self._where is None else {"out_shardings": self._where}
-        return self.placement.jit(fitted, **where)(state, sums)
+        return self.placement.jit(fitted, donate_argnums=0, **where)(state, sums)
 
     def batch_at(self, step: int) -> Batch:
         """Returns the batch of a step, a function of the seed and the step."""

@@ -61,7 +61,7 @@ def head_config(config: ConfigDict, folder: pathlib.Path, target: LoadedModel, s
     head.data.has_prompt_loss = config.prompt_source == "self"
     if jax.default_backend() == "cpu" and config.epochs > 1:
         head.data.view_cache = str(folder / VIEWS)
-    head.optimizer.update(matrix_lr=0.03, warmup=max(1, min(20, steps // 10)))
+    head.optimizer.update(lr=0.002, warmup=max(1, min(20, steps // 10)))
     head.eval.update(every=0, num_draft=config.k)
     return head
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import optax
 from absl import logging
 from ml_collections import ConfigDict
 
@@ -153,7 +152,7 @@ def train(
         _write_report(folder, experiment.title, entries, used)
         num_steps = config.steps
         if minutes := config.get("minutes"):
-            num_steps = int(optax.tree.get(state.opt_state, "end"))
+            num_steps = int(state.opt_state.end)
             if not num_steps:  # a new run
                 left_s = begin_s + 60 * minutes - time.monotonic()
                 num_steps = steps_within(experiment, left_s, config.steps)

@@ -36,11 +36,13 @@ class Sums:
           outputs: dtype[B,T,D].
           is_counted: bool[B,T], the rows that count.
         """
-        x = jnp.where(is_counted[..., None], inputs.astype(jnp.float32), 0.0)
+        x, y = (
+            jnp.where(is_counted[..., None], rows.astype(jnp.float32), 0.0)
+            for rows in (inputs, outputs)
+        )
         product = functools.partial(jnp.einsum, "btn,btm->nm", x, precision="highest")
         sizes = jnp.abs(x).sum(axis=(0, 1))
-        count = is_counted.sum().astype(jnp.float32)
-        return cls(product(x), product(outputs.astype(jnp.float32)), sizes, count)
+        return cls(product(x), product(y), sizes, is_counted.sum().astype(jnp.float32))
 
     def solve(self) -> jax.Array:
         """Returns the linear map f32[N,D] with the least squared error, a ridge regression.
@@ -53,7 +55,7 @@ class Sums:
         return solve(unit, self.outputs / size[:, None], assume_a="pos") / size[:, None]
 
     def mean_sizes(self, width: int, num_parts: int) -> jax.Array:
-        """Returns f32[N',1], for each input of the first parts the mean size in its part.
+        """Returns f32[N',1], for each input of the first parts the mean size of its part.
 
         Args:
           width: the inputs of a part.
@@ -68,12 +70,14 @@ class Start(NamedTuple):
     """How the heads of an objective begin with a map of least squares.
 
     Attributes:
+      names: of the weights that ``scales`` returns, linear maps f32[N,D].
       sums: ``(head, batch, target, *, config, model) -> Sums``, of a batch with its view.
       weights: ``(head, sums, *, config) -> head`` with the map in its weights.
-      scales: ``(sums, *, config) -> {name: f32[N,1]}``, the sizes of the inputs of weights by
-        name, for the optimizer.
+      scales: ``(sums, *, config) -> {name: f32[N,1]}``, the sizes of their inputs, for the
+        optimizer.
     """
 
+    names: tuple[str, ...]
     sums: Callable[..., Sums]
     weights: Callable[..., dict[str, Any]]
     scales: Callable[..., dict[str, jax.Array]]

@@ -128,9 +128,9 @@ def with_end(
     return optax.GradientTransformation(init, update)
 
 
-def set_end(state: Any, end: int) -> Any:
+def set_end(state: EndState, end: int) -> EndState:
     """Returns the state of ``with_end`` with a number of updates of the whole run."""
-    return optax.tree.set(state, end=jnp.full_like(optax.tree.get(state, "end"), end))
+    return state._replace(end=jnp.full_like(state.end, end))
 
 
 class ScaledState(NamedTuple):
@@ -148,7 +148,7 @@ def with_input_scales(
     An update of Muon is as large for small inputs as for large ones, so among inputs of several
     sizes the largest are learned and moved most; a target's states are up to a thousand times the
     embedding. The map itself, and what it computes, stay in the inputs' own units. The numbers are
-    held by the state, and are 1 until they are set, ``state._replace(input_scales=...)``.
+    held by the state, and are 1 until they are set, ``optax.tree.set(state, input_scales=...)``.
 
     Args:
       optimizer: Of a dict of parameters.

@@ -1,5 +1,6 @@
 """The experiment that trains heads: from files to an exported head, resumed, refused."""
 
+import functools
 import importlib
 import json
 import pathlib
@@ -343,6 +344,14 @@ def test_a_warm_start_is_fitted_to_the_first_batches(files, tmp_path, normed):
     begun = experiment.begin(experiment.init_state())
     again = experiment.begin(experiment.init_state())
     jax.tree.map(np.testing.assert_array_equal, begun, again)
-    assert float(begun.opt_state.input_scales["fc"].min()) > 0
+    start, given = experiment.spec.start, dict(config=experiment.spec.config)
+    add = functools.partial(start.sums, **given, model=experiment.target.model)
+    fresh = experiment.init_state().params
+    sums = jax.jit(add)(fresh, experiment.batch_at(0), experiment.frozen)
+    params = jax.jit(functools.partial(start.weights, **given))(fresh, sums)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), begun.params, params)
+    np.testing.assert_allclose(
+        begun.opt_state.input_scales["fc"], start.scales(sums, **given)["fc"], rtol=1e-5
+    )
     loss = float(experiment.evaluate(begun)["held_out_loss_by_step"][0])
     assert loss < np.log(200) - 0.2  # that of a head that knows nothing

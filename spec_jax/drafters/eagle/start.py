@@ -26,8 +26,13 @@ _SCORE = 12.0  # of a pair's attention to itself; to another token's 0 on averag
 
 
 def start_of(config: eagle.EagleConfig) -> Start | None:
-    """Returns how heads of this config begin; None of P-EAGLE, which has further layers."""
-    return None if config.is_parallel else Start(_sums, _weights, _scales)
+    """Returns how heads of this config begin.
+
+    None of P-EAGLE, which has further layers, and of heads of another width than the target's,
+    whose states are not theirs.
+    """
+    is_other = config.is_parallel or config.layer.hidden_size != config.target_hidden_size
+    return None if is_other else Start(("fc",), _sums, _weights, _scales)
 
 
 def _sums(
@@ -50,6 +55,7 @@ def _sums(
     return Sums.of(jnp.concatenate(inputs, axis=-1), after, is_counted)
 
 
+@jax.default_matmul_precision("highest")
 def _weights(head: dict, sums: Sums, *, config: eagle.EagleConfig) -> dict:
     best = sums.solve()
     new = {name: jnp.zeros_like(w) for name, w in head.items() if name.endswith("_bias")}
@@ -75,7 +81,7 @@ def _weights(head: dict, sums: Sums, *, config: eagle.EagleConfig) -> dict:
     def size(w):
         """Of the outputs of a map of the first inputs, the root of the mean square."""
         products = sums.products[: len(w), : len(w)]
-        return jnp.sqrt(jnp.sum(w * (products @ w)) / (sums.count * D))
+        return jnp.sqrt(jnp.maximum(jnp.sum(w * (products @ w)), 0.0) / (sums.count * D))
 
     new |= {name: jnp.ones_like(w) for name, w in head.items() if name in ("q_norm", "k_norm")}
     if config.norm_before_residual:  # the stream begins with the normalised state
