@@ -50,8 +50,7 @@ def _sums(
         inputs = [eagle.norm_features(head, features, config), rms_norm(e, head["embed_norm"], eps)]
         # What is scored is normalised, and then multiplied by these weights.
         after = jnp.where(jnp.abs(head["norm"]) > 1e-6, after / head["norm"], 0.0)
-    is_counted = batch.place(2, T) >= 2
-    is_counted = jnp.broadcast_to(is_counted, after.shape[:2])
+    is_counted = jnp.broadcast_to(batch.place(2, T) >= 2, after.shape[:2])
     return Sums.of(jnp.concatenate(inputs, axis=-1), after, is_counted)
 
 
@@ -86,18 +85,15 @@ def _weights(head: dict, sums: Sums, *, config: eagle.EagleConfig) -> dict:
     new |= {name: jnp.ones_like(w) for name, w in head.items() if name in ("q_norm", "k_norm")}
     if config.norm_before_residual:  # the stream begins with the normalised state
         new["hidden_norm"] = jnp.full_like(head["hidden_norm"], size(fc))
-    return (
-        head
-        | new
-        | {
-            "fc": fc,
-            "q": jnp.concatenate([queries, jnp.zeros_like(queries)]),
-            "k": jnp.concatenate([keys, state]),
-            "v": jnp.concatenate([values, state]),
-            "o": jnp.repeat(back, num_queries, axis=0).reshape(-1, D),
-            "norm": head["norm"] * size(best),  # a map that explains less is less certain
-        }
-    )
+    return head | {
+        **new,
+        "fc": fc,
+        "q": jnp.concatenate([queries, jnp.zeros_like(queries)]),
+        "k": jnp.concatenate([keys, state]),
+        "v": jnp.concatenate([values, state]),
+        "o": jnp.repeat(back, num_queries, axis=0).reshape(-1, D),
+        "norm": head["norm"] * size(best),  # a map that explains less is less certain
+    }
 
 
 def _scales(sums: Sums, *, config: eagle.EagleConfig) -> dict[str, jax.Array]:
