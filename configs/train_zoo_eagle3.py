@@ -11,8 +11,9 @@ r"""The zoo's EAGLE-3 head, trained with training-time test, half on text of the
 
 The last command continues from the one before, with other windows and a lower rate; its result is
 in the zoo. The zoo's heads began with the target's last layer; today they would begin with a map
-of least squares, with which these rates were not tried. Cost: 14, 94 and 41 CPU-minutes. Expected: a tau of about 3.6, then 3.8 on the 16
-functions of the evaluation. The ablations, with --config.steps=1000:
+of least squares, with which these rates were not tried. Cost: 14, 94 and 41 CPU-minutes. Expected:
+a tau of about 3.6, then 3.8 on the 16 functions of the evaluation. The ablations, with
+--config.steps=1000:
 --config.loss.num_steps=1 (no training-time test) and --config.head.taps=8, (no fused features, only
 the state after the last layer).
 """
