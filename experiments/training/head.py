@@ -188,6 +188,7 @@ def make_head(
     options = {name: asked[name] for name in training.options if asked[name]}
     size = options.pop("draft_vocab_size", 0)
     given = None
+    has_start = config.head.is_warm_start and not config.head.init_from
     constants = {}
     if config.head.init_from:
         head = _load_given(config, target, options, size, placement)
@@ -250,7 +251,7 @@ def make_head(
         constants,
         bind(loss),
         bind({**loss, "noise": 0.0, "has_every_anchor": True}),
-        None if given or not config.head.is_warm_start else objective.start(shape),
+        objective.start(shape) if objective.start and has_start else None,
         num_params,
     )
     # What could not be exported is refused before it is trained.
@@ -310,9 +311,8 @@ def even_loss(config: ConfigDict, shape: registry.HeadConfig) -> str:
     weights = [loss.decay**step for step in range(loss.num_steps)]
     U = shape.layer.vocab_size
     text = ", ".join(f"{weight:.3g}" for weight in weights)
-    more = ""
-    if config.head.is_warm_start and not config.head.init_from:
-        more = "; a warm start begins below it"
+    is_warm = config.head.is_warm_start and not config.head.init_from
+    more = "; a warm start begins below it" * is_warm
     return (
         f"; loss: the sum of {loss.num_steps} steps weighted {text}, "
         f"{sum(weights) * math.log(U):.1f} if all {U} tokens are equally likely{more}"

@@ -61,7 +61,9 @@ def head_config(config: ConfigDict, folder: pathlib.Path, target: LoadedModel, s
     head.data.has_prompt_loss = config.prompt_source == "self"
     if jax.default_backend() == "cpu" and config.epochs > 1:
         head.data.view_cache = str(folder / VIEWS)
-    head.optimizer.update(lr=0.002, warmup=max(1, min(20, steps // 10)))
+    # As tried: heads that begin with a map of least squares, and the others.
+    rates = {"lr": 0.002} if training.objective().start else {"matrix_lr": 0.03}
+    head.optimizer.update(**rates, warmup=max(1, min(20, steps // 10)))
     head.eval.update(every=0, num_draft=config.k)
     return head
 

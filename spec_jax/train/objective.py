@@ -74,13 +74,14 @@ class Objective(NamedTuple):
         token t + 1, each given the text's tokens before it. ``params`` are the head's and the
         target's, by these names. None if there is no such function.
       start: ``(config) -> Start | None``, how heads of a config begin with a map of least squares.
+        None if none does.
     """
 
     name: str
     loss: Callable[..., tuple[jax.Array, dict]]
     constants: tuple[str, ...] = ()
     drafts: Callable[..., jax.Array] | None = None
-    start: Callable[[Any], Start | None] = lambda config: None
+    start: Callable[[Any], Start | None] | None = None
 
     @property
     def options(self) -> frozenset[str]:

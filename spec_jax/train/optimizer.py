@@ -146,9 +146,9 @@ def with_input_scales(
     """Updates linear maps as if each of their inputs were divided by a number of its own.
 
     An update of Muon is as large for small inputs as for large ones, so among inputs of several
-    sizes the largest are learned and moved most; a target's states are up to a thousand times the
-    embedding. The map itself, and what it computes, stay in the inputs' own units. The numbers are
-    held by the state, and are 1 until they are set, ``optax.tree.set(state, input_scales=...)``.
+    sizes the largest move the outputs most, such as a target's states after later layers. The map
+    and what it computes stay in the inputs' own units. The numbers are held by the state, and are 1
+    until they are set, ``optax.tree.set(state, input_scales=...)``.
 
     Args:
       optimizer: Of a dict of parameters.

@@ -40,9 +40,9 @@ def _sums(
 ) -> Sums:
     T = batch.tokens.shape[1] - 2
     embed = eagle.embedding({"head": head, "target": target}, config, model)
-    e = embed_tokens(embed, batch.tokens[:, 1 : 1 + T]).astype(jnp.float32)
-    features = batch.view.features[:, :T].astype(jnp.float32)
-    after = batch.view.hidden[:, 1 : 1 + T].astype(jnp.float32)
+    e = embed_tokens(embed, batch.tokens[:, 1 : 1 + T])
+    features = batch.view.features[:, :T]
+    after = batch.view.hidden[:, 1 : 1 + T]
     if config.version == 1:
         inputs = [e, features]
     else:
